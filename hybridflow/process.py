@@ -1,0 +1,191 @@
+"""The one Ray actor class: a process that hosts one or more roles of one rank, and runs their methods.
+
+It turns references back into batches before a call, and a call's result into (columns, summary) after it. The columns
+stay in the object store; the summary is small and is what the driver reads: lengths, metrics, and when the call ran.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+
+from hybridflow.batch.batch import Batch
+from hybridflow.batch.ref import BatchSlice
+from hybridflow.errors import HybridFlowError, WorkerError
+from hybridflow.loading import load, load_module
+from hybridflow.worker import Worker, WorkerContext
+from placement.layout import Coord, Layout
+
+_LENGTHS_OF = ("prompt_tokens", "response_tokens")
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Placeholder for a ``Call`` given as an argument: its collected results lie at these argument positions."""
+
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the driver learns of one rank's call. Times are seconds since the epoch."""
+
+    value: Any
+    started: float
+    stopped: float
+    sample_ids: np.ndarray | None = None
+    lengths: dict[str, np.ndarray] | None = None
+
+
+class WorkerProcess:
+    """Hosts the roles of one rank of a team. Made by ``hybridflow.start``; user code never touches it."""
+
+    def __init__(self, name: str, rank: int, layout: Layout, run_dir: str, register: tuple[str, ...] = ()):
+        self._name, self._rank, self._layout, self._run_dir = name, rank, layout, run_dir
+        self._roles: dict[str, Worker] = {}
+        self._store: Any = None
+        for module in register:
+            load_module(module)
+
+    def __repr__(self) -> str:
+        return self._name
+
+    # -- being set up ------------------------------------------------------------------------------------------------
+    def address(self) -> dict[str, Any]:
+        return {
+            "host": ray.util.get_node_ip_address(),
+            "node": socket.gethostname(),
+            "node_id": ray.get_runtime_context().get_node_id(),
+            "pid": os.getpid(),
+        }
+
+    def open_store(self) -> tuple[str, int]:
+        """Open the rendezvous store of a process group and hold it: bound to port 0, so no port is probed or raced."""
+        dist = load("torch:distributed")
+        host = ray.util.get_node_ip_address()
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return host, self._store.port
+
+    def join_group(self, address: tuple[str, int], rank: int, world_size: int, backend: str) -> None:
+        """Initialise ``torch.distributed`` over the ``world_size`` ranks that meet at the store at ``address``."""
+        dist = load("torch:distributed")
+        host, port = address
+        self._store = self._store or dist.TCPStore(host, port, is_master=False)
+        # Gloo picks the interface of the host's name, which need not be reachable; on one node the loopback is.
+        self._store.set(f"node/{rank}", ray.util.get_node_ip_address())
+        if {self._store.get(f"node/{other}") for other in range(world_size)} == {host.encode()}:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        store = dist.PrefixStore("world", self._store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+
+    def add_role(self, role: str, worker: str, device: str) -> None:
+        """Make the worker of one role; its engine comes with its own ``setup`` call."""
+        context = WorkerContext(
+            role=role,
+            coord=self._coord,
+            layout=self._layout,
+            device=device,
+            node=socket.gethostname(),
+            run_dir=self._run_dir,
+            peers=self._roles,
+        )
+        self._roles[role] = load(worker)(context)
+
+    @property
+    def _coord(self) -> Coord:
+        return self._layout.coord(self._rank)
+
+    # -- being called ------------------------------------------------------------------------------------------------
+    def call(self, role: str, method: str, args: tuple, kwargs: dict, *arguments: Any) -> Summary | tuple:
+        """Run ``role.method``. ``arguments`` are the objects that placeholders in ``args`` and ``kwargs`` stand for.
+
+        Returns a ``Summary``, or (``Batch``, ``Summary``) for methods that write columns.
+        """
+        started = time.time()
+        function = getattr(self._roles[role], method)
+        try:
+            result = function(
+                *(_resolve(arg, arguments) for arg in args),
+                **{name: _resolve(arg, arguments) for name, arg in kwargs.items()},
+            )
+            if not function.transfer.writes:
+                return Summary(result, started, time.time())
+            batch, extras = result if isinstance(result, tuple) else (result, None)
+            if batch is None:
+                return None, Summary(extras, started, time.time())
+            _check_written(batch, function.transfer.writes)
+            lengths = {name: batch.ragged(name).lengths for name in _LENGTHS_OF if name in batch}
+            ids = batch.sample_ids
+            return Batch(batch.table), Summary(extras, started, time.time(), ids, lengths)
+        except HybridFlowError as error:
+            error.where = error.where or self._place(role)
+            raise
+        except Exception as error:
+            raise WorkerError(
+                f"{method} raised {type(error).__name__}: {error}\n{_own_frames(error)}",
+                hint="the frames above are the worker's own; its full log is in the Ray session's logs",
+                where=self._place(role),
+            ) from error
+
+    def turn(self, method: str, *_after: Any) -> None:
+        """``sleep`` or ``wake`` every role of this process; ``_after``: what must have happened before."""
+        for worker in self._roles.values():
+            getattr(worker, method)()
+
+    def close(self) -> None:
+        """Close the roles. Ray ends the process afterwards."""
+        for worker in self._roles.values():
+            worker.close()
+
+    def _place(self, role: str) -> str:
+        return f"{role} rank {self._rank} ({self._coord}) on {socket.gethostname()}"
+
+    # -- the control group: answers while a call runs ------------------------------------------------------------------
+    @ray.method(concurrency_group="control")
+    def ping(self) -> float:
+        return time.time()
+
+    @ray.method(concurrency_group="control")
+    def stacks(self) -> str:
+        """The Python stacks of all threads, for a run that seems to hang."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        return "\n".join(
+            f"--- {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
+            for ident, frame in sys._current_frames().items()
+        )
+
+    @ray.method(concurrency_group="control")
+    def modules(self) -> list[str]:
+        """Top-level packages imported in this process (a test holds them against the design)."""
+        return sorted({name.split(".")[0] for name in sys.modules})
+
+
+RemoteProcess = ray.remote(concurrency_groups={"control": 1})(WorkerProcess)
+
+
+def _resolve(argument: Any, arguments: tuple) -> Any:
+    if isinstance(argument, BatchSlice):
+        return argument.assemble(arguments)
+    if isinstance(argument, Collected):
+        return [arguments[position].value for position in argument.positions]
+    return argument
+
+
+def _check_written(batch: Batch, writes: tuple[str, ...]) -> None:
+    missing = [name for name in writes if name not in batch]
+    if missing:
+        raise KeyError(f"the method declares that it writes {missing[0]!r}, its batch has: {', '.join(batch.columns)}")
+
+
+def _own_frames(error: BaseException) -> str:
+    """The last frames of the traceback: enough to see the cause without a page of Ray."""
+    return "".join(traceback.format_tb(error.__traceback__)[-4:]).rstrip()

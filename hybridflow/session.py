@@ -1,0 +1,93 @@
+"""The driver's connection to Ray: an existing cluster when there is one, else one of its own on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import ray
+
+from hybridflow.config.schema import LauncherConfig
+from hybridflow.errors import ConfigError, ResourceError
+from placement.device import LOGICAL_DEVICES_PER_NODE, DeviceKind, kind_of, local_gpus
+
+# What every worker process gets. One thread: two busy-waiting OpenMP pools on one core made a step twenty times slower.
+WORKER_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "passive",
+    "TOKENIZERS_PARALLELISM": "false",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
+
+
+@contextmanager
+def connect(launcher: LauncherConfig, *, namespace: str) -> Iterator[DeviceKind]:
+    """Connect, give the kind of device the cluster has, and disconnect at the end.
+
+    Inside a submitted job, or with RAY_ADDRESS set, that cluster is used; otherwise a Ray of our own is started here and
+    ends with the driver. Connecting inside an already connected process (a notebook, a test) uses that connection.
+    """
+    check_not_shadowed()
+    if ray.is_initialized():
+        yield kind_of(ray.cluster_resources())
+        return
+    # Ray starts workers at nice 15, which starves their imports beside anything else on the machine.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        if address:
+            ray.init(address=address, namespace=namespace, log_to_driver=True, logging_level="ERROR")
+        else:
+            _start_local(launcher, namespace)
+    except (ConnectionError, OSError, ValueError, RuntimeError) as error:
+        raise ResourceError(
+            f"cannot {'connect to ' + address if address else 'start Ray on this machine'}: {error}",
+            hint="check RAY_ADDRESS (unset it to start a Ray of your own)" if address else "is the dashboard's port in "
+            "use? set launcher.dashboard=false, or stop the other Ray with `ray stop`",
+            where="ray",
+        ) from error
+    try:
+        yield kind_of(ray.cluster_resources())
+    finally:
+        ray.shutdown()
+
+
+def _start_local(launcher: LauncherConfig, namespace: str) -> None:
+    gpus = local_gpus()
+    logical = {} if gpus else {"hf_device": float(max(launcher.devices or 1, LOGICAL_DEVICES_PER_NODE))}
+    ray.init(
+        address="local",
+        namespace=namespace,
+        num_cpus=max(2, os.cpu_count() or 1),
+        num_gpus=gpus,
+        resources=logical,
+        include_dashboard=launcher.dashboard,
+        object_store_memory=None if gpus else 512 * 2**20,
+        log_to_driver=True,
+        logging_level="ERROR",
+    )
+
+
+def check_not_shadowed() -> None:
+    """Our packages have plain names; a folder of the user's with the same name must not be imported in their place.
+
+    Raises:
+        ConfigError: ``jobs``, ``workers`` or ``placement`` resolves to a folder that is not beside this package.
+    """
+    home = Path(__file__).resolve().parent.parent
+    for name in ("placement", "workers", "jobs"):
+        spec = importlib.util.find_spec(name)
+        origin = Path(next(iter(spec.submodule_search_locations or [""]))).resolve() if spec else Path()
+        if origin.parent != home:
+            raise ConfigError(
+                f"the package {name!r} that Python finds is {origin}, not HybridFlow's own",
+                hint=f"rename that folder, or start in another one (HybridFlow lies in {home})",
+                where="sys.path",
+            )
+
+
+def on_one_node(hosts: list[str]) -> bool:
+    return len(set(hosts)) == 1
