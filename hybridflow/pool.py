@@ -61,9 +61,14 @@ class Call:
         summaries = [self._all[rank] for rank in self.collected]
         return [(s.lengths or {})[column] for s in summaries]
 
+    def spans(self) -> list[tuple[float, float]]:
+        """Seconds since the epoch at which each rank began and ended; waits."""
+        return [(summary.started, summary.stopped) for summary in self._all]
+
     def span(self) -> tuple[float, float]:
-        """Seconds since the epoch at which the first rank began and the last one ended; waits."""
-        return min(s.started for s in self._all), max(s.stopped for s in self._all)
+        """From the first rank's beginning to the last one's end."""
+        starts, stops = zip(*self.spans(), strict=True)
+        return min(starts), max(stops)
 
 
 class Pool:
@@ -125,11 +130,12 @@ class PoolMethod:
         self.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
         self._transfer: Transfer = function.transfer  # type: ignore[attr-defined]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> BatchRef | Call:
+    def __call__(self, *args: Any, after: Call | None = None, **kwargs: Any) -> BatchRef | Call:
+        """Call it on all ranks. ``after``: a call (of any pool) that must end before this one begins."""
         self.__signature__.bind(*args, **kwargs)
         pool, protocol = self._pool, get_protocol(self._transfer.protocol)
         rows, batch = self._cut(protocol, [*args, *kwargs.values()])
-        after = pool.lease.take(pool.processes) if pool.lease else []
+        waits = [*(after.summaries if after else ()), *(pool.lease.take(pool.processes) if pool.lease else ())]
         returns = 2 if self._transfer.writes else 1
         columns, summaries = [], []
         for coord in pool.layout.coords():
@@ -137,7 +143,7 @@ class PoolMethod:
             encoded = tuple(encoder(arg) for arg in args)
             named = {name: encoder(arg) for name, arg in kwargs.items()}
             refs = pool.processes[coord.rank].call.options(num_returns=returns, name=f"{pool.role}.{self._name}").remote(
-                pool.role, self._name, encoded, named, *encoder.refs, *after
+                pool.role, self._name, encoded, named, *encoder.refs, *waits
             )
             columns.append(refs[0] if returns == 2 else None)
             summaries.append(refs[1] if returns == 2 else refs)

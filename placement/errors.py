@@ -6,6 +6,8 @@ Each class fixes the exit code of the process (see ``exit_code``), so that sched
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class HybridFlowError(Exception):
     """Base of every error that is meant for the user.
@@ -26,11 +28,11 @@ class HybridFlowError(Exception):
         text = f"{self.where}: {self.message}" if self.where else self.message
         return f"{text}\n  hint: {self.hint}" if self.hint else text
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.message, self.hint, self.where, dict(self.__dict__))
 
 
-def _rebuild(cls: type, message: str, hint: str, where: str, state: dict) -> HybridFlowError:
+def _rebuild(cls: type[HybridFlowError], message: str, hint: str, where: str, state: dict[str, Any]) -> HybridFlowError:
     """Unpickle an error of any subclass, whatever its own constructor takes (errors cross Ray processes)."""
     error = cls.__new__(cls)
     Exception.__init__(error, message)

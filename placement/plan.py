@@ -6,6 +6,7 @@ or disjoint. A *team* is one process per device of its set, hosting one or more 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -89,13 +90,20 @@ class PlacementPlan:
                     total[name] = round(total.get(name, 0.0) + amount, 4)
         return total
 
-    def describe(self) -> list[tuple[str, str, str, int]]:
-        """Rows for the run card: roles, devices, layout, processes."""
+    def rows(self) -> list[dict[str, str]]:
+        """One row per role for the run card and plan.json: role, process, devices, layout, engine."""
         rows = []
         for team in self.teams:
-            devices = ",".join(map(str, team.devices)) if team.devices else "cpu"
-            rows.append((team.name, devices, str(team.layout) if team.devices else "-", team.size))
+            devices = ",".join(f"{self.kind.name}:{device}" for device in team.devices) or "cpu"
+            layout = str(team.layout) if team.devices else ""
+            for role in team.roles:
+                row = {"role": role, "process": team.name, "devices": devices, "layout": layout, "engine": team.engine}
+                rows.append(row)
         return rows
+
+    def to_json(self) -> str:
+        content = {"device": self.kind.name, "demand": self.demand(), "roles": self.rows()}
+        return json.dumps(content | {"processes": self.processes}, indent=2)
 
 
 def make_plan(demands: Iterable[RoleDemand], kind: DeviceKind, *, fuse: bool = True) -> PlacementPlan:

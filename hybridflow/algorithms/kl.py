@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from hybridflow.config.schema import KLControlConfig
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, NumericsError
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) = 5e8 is far from overflow, and no policy that still learns is that far away
 K3_LIMIT = 10.0
@@ -98,6 +98,8 @@ class AdaptiveKL:
 
     def update(self, kl: float, samples: int) -> None:
         """Args: ``kl``: mean over all response tokens of the step; ``samples``: sequences in the step."""
+        if not np.isfinite(kl):
+            raise NumericsError(f"the KL from the reference is {kl}", hint="did every sample fail?", where="kl")
         error = float(np.clip(kl / self.target - 1.0, -0.2, 0.2))
         self.coef *= 1.0 + error * samples / self.horizon
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from hybridflow.batch.columns import COLUMNS, Column, Over
+from hybridflow.batch.plan import RankPlan
 
 _RAGGED = (Over.PROMPT, Over.RESPONSE)
 
@@ -27,7 +29,7 @@ class Ragged:
     offsets: np.ndarray
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence | np.ndarray], dtype: str) -> Ragged:
+    def of(cls, rows: Sequence[Sequence[float] | np.ndarray], dtype: str) -> Ragged:
         lengths = np.fromiter((len(row) for row in rows), dtype=np.int64, count=len(rows))
         values = np.concatenate([np.asarray(row, dtype=dtype) for row in rows]) if len(rows) else np.empty(0, dtype)
         return cls.from_lengths(values, lengths)
@@ -75,13 +77,13 @@ class Batch:
     attached one; rows then stand in the plan's order.
     """
 
-    def __init__(self, table: pa.Table, plan=None):
+    def __init__(self, table: pa.Table, plan: RankPlan | None = None):
         self.table = table
         self.plan = plan
 
     # -- making ----------------------------------------------------------------------------------------------------
     @classmethod
-    def of(cls, sample_id: Sequence[int] | np.ndarray, **columns) -> Batch:
+    def of(cls, sample_id: Sequence[int] | np.ndarray, **columns: Any) -> Batch:
         """Build from NumPy arrays (scalars), ``Ragged`` or lists of rows (ragged), lists of str (text)."""
         arrays = {"sample_id": pa.array(np.asarray(sample_id, dtype=np.int64))}
         for name, values in columns.items():
@@ -92,7 +94,9 @@ class Batch:
     @classmethod
     def empty(cls, columns: Sequence[str]) -> Batch:
         """No samples, but the given columns with their types: the share of a rank that got nothing."""
-        given = {name: [] if _column(name).dtype == "string" else np.empty(0, _column(name).dtype) for name in columns}
+        given: dict[str, Any] = {
+            name: [] if _column(name).dtype == "string" else np.empty(0, _column(name).dtype) for name in columns
+        }
         ragged = {name: Ragged.of([], COLUMNS[name].dtype) for name in given if COLUMNS[name].over in _RAGGED}
         return cls.of(np.empty(0, np.int64), **{name: v for name, v in (given | ragged).items() if name != "sample_id"})
 
@@ -150,7 +154,7 @@ class Batch:
             table = table.select(["sample_id", *(name for name in columns if name != "sample_id")])
         return Batch(table.take(pa.array(np.asarray(rows, dtype=np.int64))).combine_chunks())
 
-    def with_columns(self, **columns) -> Batch:
+    def with_columns(self, **columns: Any) -> Batch:
         """This batch with more columns, in this batch's order."""
         table = self.table
         for name, values in columns.items():
@@ -191,7 +195,7 @@ def _column(name: str) -> Column:
     return COLUMNS[name]
 
 
-def _to_arrow(column: Column, values, count: int) -> pa.Array:
+def _to_arrow(column: Column, values: Any, count: int) -> pa.Array:
     if column.over is Over.TEXT:
         array = pa.array([str(value) for value in values], type=pa.string())
     elif column.over in _RAGGED:

@@ -83,7 +83,9 @@ class BatchRef:
         call: the call that made this batch, for its metrics (``hybridflow.pool.Call``).
     """
 
-    def __init__(self, sample_ids: np.ndarray, sources: Sequence[Source], planner: Planner | None = None, call=None):
+    def __init__(
+        self, sample_ids: np.ndarray, sources: Sequence[Source], planner: Planner | None = None, call: Any = None
+    ):
         self.sample_ids = sample_ids
         self.sources = tuple(sources)
         self.planner = planner
@@ -162,7 +164,9 @@ class BatchRef:
             return list(plan.rows)
         return np.array_split(np.arange(len(self)), shards)
 
-    def slice(self, rows: np.ndarray, columns: Sequence[str], first: int, plan: RankPlan | None) -> tuple:
+    def slice(
+        self, rows: np.ndarray, columns: Sequence[str], first: int, plan: RankPlan | None
+    ) -> tuple[BatchSlice, list[Any]]:
         """``(BatchSlice, refs)`` for some rows and columns; ``first``: position of the first ref among the arguments.
 
         Only objects that hold one of these rows travel.

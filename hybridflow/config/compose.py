@@ -26,7 +26,7 @@ from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridflow.config import yaml_lines
-from hybridflow.config.problems import ConfigProblems, Problem
+from hybridflow.config.problems import InvalidConfigError, Problem
 from hybridflow.config.yaml_lines import YamlTable, canonical, leaves, read_value, read_yaml
 
 PACKAGE_CONFIGS = Path(__file__).resolve().parents[2] / "jobs" / "conf"
@@ -63,12 +63,12 @@ def compose(config_name: str | None, config_dirs: Sequence[str], overrides: Sequ
     The search goes through the current folder, then ``config_dirs``, then the package.
 
     Raises:
-        ConfigProblems: a file or group choice is missing, so that nothing can be composed.
+        InvalidConfigError: a file or group choice is missing, so that nothing can be composed.
     """
     folders = [Path.cwd(), *(Path(folder).expanduser().resolve() for folder in config_dirs), PACKAGE_CONFIGS]
     for folder in folders:
         if not folder.is_dir():
-            raise ConfigProblems([Problem("", f"there is no folder {folder}", "check --config-dir")])
+            raise InvalidConfigError([Problem("", f"there is no folder {folder}", "check --config-dir")])
     user_file, table = None, YamlTable()
     if config_name is not None:
         user_file, folders = _find_user_file(config_name, folders)
@@ -111,7 +111,7 @@ def _read(file: Path) -> YamlTable:
     try:
         return read_yaml(file.read_text(encoding="utf-8"), display_name(file))
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigProblems([Problem("", f"cannot read it: {error}", where=display_name(file))]) from error
+        raise InvalidConfigError([Problem("", f"cannot read it: {error}", where=display_name(file))]) from error
 
 
 def _find(name: str, folders: Iterable[Path]) -> Path | None:
@@ -123,11 +123,11 @@ def _find_user_file(name: str, folders: list[Path]) -> tuple[Path, list[Path]]:
     stem = re.sub(r"\.ya?ml$", "", name)
     if file := _find(stem, folders):
         return file, folders if "/" not in stem else [file.parent, *folders]
-    known = sorted({file.stem for folder in folders for file in folder.glob("*.yaml")})
+    known = sorted({file.stem for folder in folders for file in folder.glob("[!.]*.yaml")})
     near = difflib.get_close_matches(stem, known, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     looked = ", ".join(display_name(folder) for folder in folders)
-    raise ConfigProblems(
+    raise InvalidConfigError(
         [Problem("", f"there is no config {stem!r} in {looked}", f"{hint}known: {', '.join(known)}; see --config-dir")]
     )
 
@@ -201,12 +201,18 @@ def _hydra_layers(defaults: list[Any], choices: list[str], folders: Sequence[Pat
     store.store(name=_USER, node={"defaults": defaults or ["_self_"]})
     try:
         with initialize_config_dir(config_dir=str(folders[0]), version_base="1.3"):
-            listed = GlobalHydra.instance().config_loader().compute_defaults_list(
-                config_name=_ROOT, overrides=OverridesParser.create().parse_overrides(choices), run_mode=RunMode.RUN
-            )  # fmt: skip
+            listed = (
+                GlobalHydra.instance()
+                .config_loader()
+                .compute_defaults_list(
+                    config_name=_ROOT,
+                    overrides=OverridesParser.create().parse_overrides(choices),  # type: ignore[arg-type]
+                    run_mode=RunMode.RUN,
+                )
+            )
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         text = str(error).replace(f"In '{_USER}': ", "").replace(_USER, "your config")
-        raise ConfigProblems([Problem("defaults", f"Hydra cannot compose it: {text.strip()}")]) from error
+        raise InvalidConfigError([Problem("defaults", f"Hydra cannot compose it: {text.strip()}")]) from error
     seen_user = False
     for result in listed.defaults:
         if result.config_path == _USER:

@@ -29,7 +29,7 @@ class Problem:
         return f"{text}\n    hint: {self.hint}" if self.hint else text
 
 
-class ConfigProblems(ConfigError):
+class InvalidConfigError(ConfigError):
     """Everything that is wrong with a config, in one error; ``problems`` lists it. Exit code 2."""
 
     def __init__(self, problems: Iterable[Problem]):

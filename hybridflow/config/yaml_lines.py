@@ -25,10 +25,10 @@ ALIASES: dict[Path, Path] = {
 }
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """SafeLoader with the scalars of YAML 1.2's core schema."""
 
-    yaml_implicit_resolvers: dict = {}  # noqa: RUF012 - PyYAML's own attribute, filled below
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - PyYAML's own attribute, filled below
 
 
 for _tag, _pattern, _first in (

@@ -7,6 +7,7 @@ step. Held-out prompts appear in neither the training prompts nor the demonstrat
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ from hybridflow.data.tasks import Row
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.seeds import derive_seed
+
+MAX_DEMONSTRATIONS = 16384  # that a task is asked for; a longer warm-up sees them again
 
 
 @dataclass(frozen=True)
@@ -113,11 +116,14 @@ def load_demonstrations(
             where="model.path",
         )
     source = warmup.data or data.train
-    rows = read_demonstrations(source, data, seed=seed, count=warmup.steps * warmup.batch_size)
-    demonstrations = _encode(rows, data, tokenizer).without(set(held_out.texts))
+    count = min(warmup.steps * warmup.batch_size, MAX_DEMONSTRATIONS)
+    rows = read_demonstrations(source, data, seed=seed, count=count)
+    demonstrations = _encode(rows, data, tokenizer, responses=True).without(set(held_out.texts))
     if not len(demonstrations):
         raise ConfigError(
-            f"no usable demonstration in {', '.join(names_of(source))}", hint="see data.max_prompt_length", where="warmup"
+            f"no usable demonstration in {', '.join(names_of(source))}",
+            hint="see data.max_prompt_length",
+            where="warmup",
         )
     return demonstrations
 
@@ -137,7 +143,7 @@ def _validation(
     return fresh.select(np.arange(min(data.validation_size, len(fresh))), held_out=fresh.held_out)
 
 
-def _encode(rows: list[Row], data: DataConfig, tokenizer: Tokenizer) -> PromptSet:
+def _encode(rows: list[Row], data: DataConfig, tokenizer: Tokenizer, *, responses: bool = False) -> PromptSet:
     """Tokenise; drop what is empty; drop or cut what is too long. Cut prompts keep their end."""
     usable = [row for row in rows if _is_given(row.prompt)]
     chats = {i: messages for i, row in enumerate(usable) if (messages := _messages(row, tokenizer)) is not None}
@@ -147,7 +153,7 @@ def _encode(rows: list[Row], data: DataConfig, tokenizer: Tokenizer) -> PromptSe
         places = [i for i in range(len(usable)) if (i not in chats) is special]
         for i, ids in zip(places, tokenizer.encode([texts[i] for i in places], special=special), strict=True):
             tokens[i] = ids
-    limit = data.max_prompt_length
+    limit = data.max_prompt_length or sys.maxsize
     long = [i for i, ids in enumerate(tokens) if len(ids) > limit]
     cut = data.overlong == "truncate"
     tokens = [ids[-limit:] for ids in tokens]
@@ -157,7 +163,7 @@ def _encode(rows: list[Row], data: DataConfig, tokenizer: Tokenizer) -> PromptSe
         Ragged.of([tokens[i] for i in keep], "int32"),
         [texts[i] for i in keep],
         [_answer_json(usable[i]) for i in keep],
-        _encode_responses([usable[i] for i in keep], tokenizer),
+        _encode_responses([usable[i] for i in keep], tokenizer) if responses else None,
         empty=len(rows) - len(dropped) - len(keep),
         overlong=len(dropped),
         truncated=len(long) if cut else 0,
@@ -169,8 +175,8 @@ def _is_given(prompt: Any) -> bool:
 
 
 def _messages(row: Row, tokenizer: Tokenizer) -> list[Any] | None:
-    if not isinstance(row.prompt, str):
-        return list(row.prompt or ())
+    if isinstance(row.prompt, list):
+        return row.prompt
     return [{"role": "user", "content": row.prompt}] if row.question and tokenizer.chat else None
 
 
@@ -184,9 +190,7 @@ def _render(messages: list[Any], tokenizer: Tokenizer) -> str:
     return tokenizer.chat.render(messages)
 
 
-def _encode_responses(rows: list[Row], tokenizer: Tokenizer) -> Ragged | None:
-    if not rows or any(row.response is None for row in rows):
-        return None
+def _encode_responses(rows: list[Row], tokenizer: Tokenizer) -> Ragged:
     taught = tokenizer.encode([str(row.response) for row in rows], special=False)
     return Ragged.of([[*ids, tokenizer.end_ids[0]] for ids in taught], "int32")
 
@@ -197,7 +201,10 @@ def _answer_json(row: Row) -> str:
 
 def _first_of_each(texts: list[str]) -> np.ndarray:
     """Rows of the first occurrence of each text, in order."""
-    return np.fromiter({text: row for row, text in reversed(list(enumerate(texts)))}.values(), np.int64)[::-1]
+    first: dict[str, int] = {}
+    for row, text in enumerate(texts):
+        first.setdefault(text, row)
+    return np.fromiter(first.values(), np.int64, len(first))
 
 
 def _require_any(prompts: PromptSet, data: DataConfig) -> None:

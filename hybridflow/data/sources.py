@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,9 @@ def read_rows(
     return rows
 
 
-def read_demonstrations(source: str | tuple[str, ...] | None, config: DataConfig, *, seed: int, count: int) -> list[Row]:
+def read_demonstrations(
+    source: str | tuple[str, ...] | None, config: DataConfig, *, seed: int, count: int
+) -> list[Row]:
     """Rows with a ``response``: all of a file's, or ``count`` that a task makes.
 
     Raises:
@@ -94,7 +95,7 @@ def read_demonstrations(source: str | tuple[str, ...] | None, config: DataConfig
 
 
 def _of_task(name: str, rows: Iterable[Row]) -> Iterator[Row]:
-    return (replace(row, extra={**row.extra, "task": name}) for row in rows)
+    return (row._replace(extra={**row.extra, "task": name}) for row in rows)
 
 
 def _file_rows(name: str, config: DataConfig) -> Iterator[Row]:
@@ -120,7 +121,9 @@ def _records(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             where="data.train",
         )
     if not path.is_file():
-        near = get_close_matches(path.name, [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else [], n=1)
+        near = get_close_matches(
+            path.name, [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else [], n=1
+        )
         raise ConfigError(
             f"there is no file {name!r}",
             hint=f"did you mean {path.with_name(near[0])}?" if near else f"looked in {path.parent.resolve()}",

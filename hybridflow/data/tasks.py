@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from random import Random
-from typing import Any, ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
 from hybridflow.errors import ConfigError
 from hybridflow.loading import load
@@ -20,8 +20,7 @@ from hybridflow.loading import load
 Message = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One prompt.
 
     ``prompt`` is a text, or a list of chat messages (``{"role": ..., "content": ...}``); ``question`` says that a text
@@ -32,7 +31,7 @@ class Row:
 
     prompt: str | list[Message] | None
     answer: Any = None
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = MappingProxyType({})
     response: str | None = None
     question: bool = False
 
@@ -43,7 +42,7 @@ class Task:
     ``size`` is the number of prompts of the training split.
     """
 
-    size: ClassVar[int] = 16384
+    size: ClassVar[int] = 8192
 
     def prompts(self, count: int, seed: int, split: str) -> list[Row]:
         """``count`` rows of a split ("train" or "validation"); ``seed`` differs from split to split already."""
@@ -93,7 +92,7 @@ class ReasoningGymTask(Task):
     of its entry (seed, size, index), from which the verifier makes the entry again: entries need not survive JSON.
     """
 
-    size = 2048
+    size: ClassVar[int] = 2048
 
     def __init__(self, name: str):
         self.name = name
@@ -117,7 +116,7 @@ class ReasoningGymTask(Task):
 
     def demonstrations(self, count: int, seed: int) -> list[Row]:
         rows = self.prompts(count, seed, "warmup")
-        return [replace(row, response=row.answer) for row in rows if row.answer is not None]
+        return [row._replace(response=row.answer) for row in rows if row.answer is not None]
 
     def reward(self, response: str, seed: int, size: int, index: int) -> float:  # type: ignore[override]
         entries = self._dataset(seed, size)

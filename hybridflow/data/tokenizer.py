@@ -1,7 +1,7 @@
 """Text to ids and back, from a Hugging Face folder, without importing more than is needed.
 
-The Rust library ``tokenizers`` reads ``tokenizer.json`` in milliseconds. ``transformers`` (seconds) is imported only for
-chat templates, and for folders that have no ``tokenizer.json``.
+The Rust library ``tokenizers`` reads ``tokenizer.json`` in milliseconds. ``transformers`` (seconds) is imported only
+for chat templates, and for folders that have no ``tokenizer.json``.
 """
 
 from __future__ import annotations

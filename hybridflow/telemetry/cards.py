@@ -16,7 +16,8 @@ Facts = list[tuple[str, str]]
 BOX_WIDTH = 100
 
 # The step line says where time went in three words; a phase that is not named here belongs to training.
-PHASE_GROUPS = {"prompts": "gen", "generate": "gen", "reshard": "sync", "resharding": "sync", "record": "", "evaluate": ""}
+# Evaluation and checkpoints lie between steps, and are not shown.
+PHASE_GROUPS = {"prompts": "gen", "generate": "gen", "reshard": "sync", "evaluate": "", "checkpoint": "", "step": ""}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +99,9 @@ class Summary:
         facts = [("finished", f"{self.step} steps in {duration(self.seconds)}")]
         facts += [("time", line) for line in self._phase_table()]
         if self.busy_seconds:
-            shares = ", ".join(f"{pool} {_share(busy, self.seconds)}" for pool, busy in self.busy_seconds.items())
+            shares = ", ".join(
+                f"{pool} {_share(busy, self.seconds).strip()}" for pool, busy in self.busy_seconds.items()
+            )
             facts.append(("busy", shares))
         if self.evals:
             best = max(self.evals, key=lambda step: (self.evals[step], -step))
@@ -131,8 +134,8 @@ def step_line(step: int, total_steps: int, metrics: Mapping[str, float], eta_sec
     for template, *names in _STEP_LINE:
         if all(name in metrics for name in names):
             parts.append(template.format(*(metrics[name] for name in names)))
-    if metrics.get("reward/failures"):
-        add("unscored {:.0f}", "reward/failures")
+    if failures := metrics.get("reward/failures"):
+        parts.append(f"unscored {failures:.0f}")
     if times := grouped_seconds(metrics):
         parts.append(" ".join(f"{group} {seconds:5.2f}s" for group, seconds in times.items()))
     if "throughput/tokens_per_second" in metrics:
@@ -187,7 +190,7 @@ def grouped_seconds(metrics: Mapping[str, float]) -> dict[str, float]:
     groups: dict[str, float] = {}
     for name, seconds in metrics.items():
         phase = name.removeprefix("time/").removesuffix("_seconds")
-        if name == f"time/{phase}_seconds" and phase not in ("step", "checkpoint"):
+        if name == f"time/{phase}_seconds":
             group = PHASE_GROUPS.get(phase, "train")
             groups[group] = groups.get(group, 0.0) + seconds
     return {group: groups[group] for group in ("gen", "train", "sync") if group in groups}

@@ -1,7 +1,7 @@
 """The table of metric names: what each is called, its unit, how it is reduced, and what it says.
 
-One vocabulary for the terminal, metrics.jsonl, the trackers and the report. Code that logs a name of its own registers it
-first (``register_metric``); ``markdown_table`` writes the page of the docs.
+One vocabulary for the terminal, metrics.jsonl, the trackers and the report. Code that logs a name of its own
+registers it first (``register_metric``); ``markdown_table`` writes the page of the docs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ _SAMPLE, _TOKEN, _UPDATE = "mean over samples", "mean over response tokens", "me
 
 _ENTRIES = (
     # rewards
-    MetricName("reward/mean", "reward", _SAMPLE, "score of the responses; failed ones are left out, never counted as 0"),
+    MetricName(
+        "reward/mean", "reward", _SAMPLE, "score of the responses; failed ones are left out, never counted as 0"
+    ),
     MetricName("reward/std", "reward", "over samples", "standard deviation of the scores of the step"),
     MetricName("reward/min", "reward", "min", "lowest score of the step"),
     MetricName("reward/max", "reward", "max", "highest score of the step"),
@@ -44,7 +46,9 @@ _ENTRIES = (
     MetricName("eval/response_length_mean", "tokens", _SAMPLE, "length of the responses to held-out prompts"),
     MetricName("eval/failures", "samples", "sum", "held-out responses that got no score"),
     # distance from the reference, and between the two engines
-    MetricName("kl/actor_reference", "nats per token", _TOKEN, "KL of the policy from the reference, before the update"),
+    MetricName(
+        "kl/actor_reference", "nats per token", _TOKEN, "KL of the policy from the reference, before the update"
+    ),
     MetricName("kl/coefficient", "1", "last", "weight of the KL penalty in the reward of this step"),
     MetricName("mismatch/abs_log_prob", "nats", _TOKEN, "|rollout - trainer| log-prob of the same weights"),
     MetricName("mismatch/abs_log_prob_max", "nats", "max", "the largest such difference"),
@@ -117,7 +121,7 @@ def check_names(names: Iterable[str]) -> None:
     unknown = [name for name in names if find(name) is None]
     if unknown:
         near = {name: get_close_matches(name, TABLE, n=1) for name in unknown}
-        told = ", ".join(f"{name!r}" + (f" (did you mean {near[name][0]!r}?)" if near[name] else "") for name in unknown)
+        told = ", ".join(f"{name} (did you mean {near[name][0]}?)" if near[name] else name for name in unknown)
         raise ConfigError(
             f"metric names that nobody registered: {told}",
             hint="hybridflow.telemetry.register_metric(name, unit=..., reduction=..., doc=...)",

@@ -18,7 +18,15 @@ from hybridflow.telemetry.environment import describe
 from hybridflow.telemetry.metrics import Metric
 from hybridflow.telemetry.names import check_names
 from hybridflow.telemetry.report import build_report
-from hybridflow.telemetry.sinks import BestEffort, JsonlSink, Sink, TensorBoardSink, WandbSink, first_line, read_jsonl
+from hybridflow.telemetry.sinks import (
+    BestEffort,
+    JsonlSink,
+    TensorBoardSink,
+    WandbSink,
+    first_line,
+    read_jsonl,
+    unwritable,
+)
 from hybridflow.telemetry.timeline import Timeline
 
 NAME_CHECK_STEPS = 2
@@ -66,11 +74,12 @@ class Recorder:
         self._record = JsonlSink(self.run_dir / "metrics.jsonl", resumed_step)
         self._trackers: list[BestEffort] = []
         self.console = make_console(total_steps, log_interval=log_interval, stream=stream)
-        self.timeline = Timeline(self.run_dir / "timeline.json")
+        self.timeline = Timeline(self.run_dir / "timeline.json", resumed_step=resumed_step)
         self._begin = time.perf_counter()
         self._step_begin: float | None = None
         self._last_step, self._reward_mean = resumed_step, math.nan
         self._evals: dict[int, float] = {}
+        self._recorded = False
         self._recall()
 
     def start(
@@ -134,7 +143,7 @@ class Recorder:
         numbers["time/step_seconds"] = seconds
         if "batch/tokens" in numbers and seconds > 0:
             numbers["throughput/tokens_per_second"] = numbers["batch/tokens"] / seconds
-        self._log(step, numbers)
+        self.log(step, numbers)
         self._last_step, self._reward_mean = step, numbers.get("reward/mean", math.nan)
         self.console.step(step, numbers)
         return numbers
@@ -142,10 +151,20 @@ class Recorder:
     def eval(self, step: int, metrics: Mapping[str, float | Metric]) -> None:
         """Record an evaluation on held-out prompts (names ``eval/...``)."""
         numbers = _numbers(metrics)
-        self._log(step, numbers)
+        self.log(step, numbers)
         if "eval/reward_mean" in numbers:
             self._evals[step] = numbers["eval/reward_mean"]
         self.console.eval(step, numbers)
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Record numbers of a step without a line on the terminal (the warm-up's, as step 0)."""
+        # Names are fixed by the program, so the first steps show them all; a rare one must not end a long run.
+        if self._strict or step - self.resumed_step <= NAME_CHECK_STEPS:
+            check_names(numbers)
+        self._record.log(step, numbers)
+        self._recorded = True
+        for tracker in self._trackers:
+            tracker.log(step, numbers)
 
     def finish(self, *, checkpoint: str = "", next_steps: Sequence[str] = ()) -> Summary:
         """End of a good run: close all files, build the report, print the summary and the success line."""
@@ -155,13 +174,14 @@ class Recorder:
 
     def fail(self, error: BaseException, *, checkpoint: str = "", log: str = "") -> None:
         """End of a bad run: the same, with one boxed cause on stderr in place of the summary."""
-        where = {"step": self.timeline.step, "phase": self.timeline.failed_in, "log": log}
         self.console.close()
         try:
             self._end("failed", checkpoint=checkpoint, error=str(error) or type(error).__name__)
         except (OSError, HybridFlowError) as second:  # such as a full disk, which may be the very cause
             self.warn(f"the run folder is incomplete ({first_line(second)})")
-        self.console.failure(error, **where)
+        self.console.failure(
+            error, step=self.timeline.step, phase=self.timeline.failed_in, log=log or str(self.run_dir)
+        )
 
     def _end(self, status: str, **more: Any) -> Summary:
         self._log_leftovers()
@@ -178,26 +198,22 @@ class Recorder:
             evals=self._evals,
             phase_seconds=self.timeline.totals(),
             busy_seconds=self.timeline.busy_seconds(),
-            report=str(self.run_dir / "report.html"),
+            report=str(self.run_dir / "report.html") if self._recorded else "",
             **more,
         )
         self._write_json("summary.json", asdict(summary))
-        build_report(self.run_dir)
+        try:
+            if self._recorded:
+                build_report(self.run_dir)
+        except Exception as error:  # a page about a run is not worth the run
+            self.warn(f"report.html was not built ({first_line(error)})")
         return summary
-
-    def _log(self, step: int, numbers: Mapping[str, float]) -> None:
-        # Names are fixed by the program, so the first steps show them all; a rare one must not end a long run.
-        if self._strict or step - self.resumed_step <= NAME_CHECK_STEPS:
-            check_names(numbers)
-        self._record.log(step, numbers)
-        for tracker in self._trackers:
-            tracker.log(step, numbers)
 
     def _log_leftovers(self) -> None:
         """Phases that ran after their step was recorded (evaluation, checkpoint) still belong to it."""
         phases = self.timeline.take_step()
         if phases and self._last_step > self.resumed_step:
-            self._log(self._last_step, {f"time/{name}_seconds": value for name, value in phases.items()})
+            self.log(self._last_step, {f"time/{name}_seconds": value for name, value in phases.items()})
 
     def _track(self, name: str, make: Any) -> None:
         self._trackers.append(BestEffort(name, make, self.warn))
@@ -205,13 +221,19 @@ class Recorder:
     def _recall(self) -> None:
         """What an earlier process of this run reached: a resumed run may have nothing left to do."""
         for record in read_jsonl(self.run_dir / "metrics.jsonl"):
-            self._reward_mean = record.get("reward/mean", self._reward_mean)
-            if "eval/reward_mean" in record:
-                self._evals[record["step"]] = record["eval/reward_mean"]
+            self._recorded = True
+            if (reward := record.get("reward/mean")) is not None:
+                self._reward_mean = reward
+            if (reward := record.get("eval/reward_mean")) is not None:
+                self._evals[record["step"]] = reward
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
-        (self.run_dir / name).write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+        path = self.run_dir / name
+        try:
+            path.write_text(json.dumps(content, indent=2, default=str) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise unwritable(path, error) from error
 
 
 def _numbers(metrics: Mapping[str, float | Metric]) -> dict[str, float]:
-    return {name: float(m) if isinstance(m, int | float) else m.value for name, m in metrics.items()}
+    return {name: m.value if isinstance(m, Metric) else float(m) for name, m in metrics.items()}

@@ -48,7 +48,8 @@ class SampleRecorder:
 
     Args:
         path: the file. ``resumed_step`` drops the lines of later steps (0 starts afresh).
-        per_step: at most so many samples of a step: the best and the worst, half each. None writes all.
+        per_step: at most so many samples of a step: the best and the worst, half each, and of those without a score
+            up to a quarter. None writes all.
     """
 
     def __init__(self, path: str | Path, *, resumed_step: int = 0, per_step: int | None = None):
@@ -56,11 +57,12 @@ class SampleRecorder:
         self._per_step = per_step
 
     def record(self, step: int, batch: Batch, *, held_out: bool = False) -> None:
-        """Write the samples of a step; needs ``prompt_text`` and ``response_text``, other columns where there are any."""
+        """Write the samples of a step; needs ``prompt_text`` and ``response_text``, takes more where there is more."""
         samples = samples_of(step, batch, held_out=held_out)
         if self._per_step is not None and len(samples) > self._per_step:
-            best, worst = extremes(samples, self._per_step // 2)
-            samples = best + worst[::-1]
+            failed = [sample for sample in samples if sample.reward is None][: self._per_step // 4]
+            best, worst = extremes(samples, (self._per_step - len(failed)) // 2)
+            samples = best + worst[::-1] + failed
         for sample in samples:
             self._file.append(asdict(sample))
 

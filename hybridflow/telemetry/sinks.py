@@ -44,19 +44,19 @@ class JsonlFile:
                 self._keep_until(resumed_step)
             self._file = self.path.open("a", encoding="utf-8", buffering=1)
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise unwritable(self.path, error) from error
 
     def append(self, record: Mapping[str, Any]) -> None:
         try:
             self._file.write(json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n")
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise unwritable(self.path, error) from error
 
     def close(self) -> None:
         try:
             self._file.close()
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise unwritable(self.path, error) from error
 
     def _keep_until(self, step: int) -> None:
         kept = [record for record in read_jsonl(self.path) if step and record["step"] <= step]
@@ -64,12 +64,14 @@ class JsonlFile:
         aside.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept), encoding="utf-8")
         os.replace(aside, self.path)
 
-    def _unwritable(self, error: OSError) -> ResourceError:
-        return ResourceError(
-            f"cannot write {self.path.name} in {self.path.parent}: {error.strerror or error}",
-            hint="make room there, or choose another folder with log_dir=...; the run resumes from its last checkpoint",
-            where=str(self.path.parent),
-        )
+
+def unwritable(path: Path, error: OSError) -> ResourceError:
+    """What to say when a file of the run folder cannot be written (a full disk, most often)."""
+    return ResourceError(
+        f"cannot write {path.name} in {path.parent}: {error.strerror or error}",
+        hint="make room there, or choose another folder with log_dir=...; the run resumes from its last checkpoint",
+        where=str(path.parent),
+    )
 
 
 def _finite(value: Any) -> Any:
@@ -150,15 +152,22 @@ class WandbSink:
         Path(folder).mkdir(parents=True, exist_ok=True)
         # login_timeout: without a key wandb would ask for one on the terminal, and wait for ever.
         settings = wandb.Settings(console="off", silent=True, init_timeout=WANDB_START_SECONDS, login_timeout=1)
-        resume = {"id": resume_id, "resume": "allow"} if resume_id else {}
-        what = {"project": project, "name": name, "dir": str(folder), "config": dict(config), "settings": settings}
+        what: dict[str, Any] = {
+            "project": project or "hybridflow",
+            "name": name,
+            "dir": str(folder),
+            "config": dict(config),
+            "settings": settings,
+            "id": resume_id or None,
+            "resume": "allow" if resume_id else None,
+        }
         try:
-            self._run = wandb.init(mode=mode, **what, **resume)
-        except Exception as error:  # noqa: BLE001 - wandb raises several kinds, of which none may end a run
+            self._run = wandb.init(mode=mode, **what)  # type: ignore[arg-type]
+        except Exception as error:  # wandb raises several kinds, of which none may end a run
             if mode == "offline":
                 raise
             warn(f"W&B is not reachable ({first_line(error)}): logging offline, `wandb sync {folder}/wandb/*` sends it")
-            self._run = wandb.init(mode="offline", **what, **resume)
+            self._run = wandb.init(mode="offline", **what)
 
     @property
     def id(self) -> str:
@@ -186,17 +195,17 @@ class BestEffort:
         self._try(lambda: setattr(self, "sink", make()))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self.sink is not None:
-            self._try(lambda: self.sink and self.sink.log(step, metrics))
+        if sink := self.sink:
+            self._try(lambda: sink.log(step, metrics))
 
     def close(self) -> None:
-        if self.sink is not None:
-            self._try(lambda: self.sink and self.sink.close())
+        if sink := self.sink:
+            self._try(sink.close)
 
     def _try(self, action: Callable[[], Any]) -> None:
         try:
             action()
-        except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training goes on
+        except Exception as error:  # whatever a tracker raises, training goes on
             self.sink = None
             self._warn(f"{self._name} is off from here on ({first_line(error)}); training goes on")
 

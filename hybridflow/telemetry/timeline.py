@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,14 +21,16 @@ class Timeline:
     """Collects spans; all times are seconds since the epoch, so that those of many hosts lie on one axis.
 
     Args:
-        path: the trace to write; None keeps only the sums. An existing trace is continued (a resumed run).
+        path: the trace to write; None keeps only the sums.
+        resumed_step: continue an existing trace after this step; 0 starts afresh.
         max_events: spans written before the file is closed; sums go on. A trace of more opens in no viewer.
     """
 
-    def __init__(self, path: str | Path | None = None, *, max_events: int = 200_000):
+    def __init__(self, path: str | Path | None = None, *, resumed_step: int = 0, max_events: int = 200_000):
         self.step = 0
         self.failed_in = ""  # the innermost phase that an exception left
-        self._file, self._separator = _open(Path(path)) if path else (None, "")
+        self._file: TextIO | None = None
+        self._separator = "[\n"
         self._events_left = max_events
         self._process_ids: dict[str, int] = {}
         self._threads: set[tuple[int, int]] = set()
@@ -37,6 +39,8 @@ class Timeline:
         self._totals: dict[str, float] = defaultdict(float)
         self._busy: dict[str, float] = defaultdict(float)
         self._busy_until: dict[str, float] = defaultdict(float)
+        if path:
+            self._open(Path(path), resumed_step)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -66,6 +70,17 @@ class Timeline:
         self._busy_until[pool] = max(stop, self._busy_until[pool])
         self._write(pool, rank, name, start, stop)
 
+    def add_phase(self, name: str, spans: Iterable[tuple[float, float]]) -> None:
+        """A phase whose work went on elsewhere, in ``spans``: its seconds are those in which any of them was running."""
+        end = 0.0
+        for start, stop in sorted(spans):
+            if stop > end:
+                seconds = stop - max(start, end)
+                self._of_step[name] += seconds
+                self._totals[name] += seconds
+                self._write(DRIVER, 0, name, max(start, end), stop)
+                end = stop
+
     def take_step(self) -> dict[str, float]:
         """Seconds by phase since the last call, and forget them; the totals stay."""
         taken, self._of_step = dict(self._of_step), defaultdict(float)
@@ -84,6 +99,16 @@ class Timeline:
         """Close the trace properly. Sums may still be read, and later spans still count in them."""
         self._put("\n]\n" if self._separator == ",\n" else "[]\n", flush=True)
         self._file = None
+
+    def _open(self, path: Path, resumed_step: int) -> None:
+        events = read_trace(path) if resumed_step and path.exists() else []
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w", encoding="utf-8")
+        for event in events:
+            if event["name"] == "process_name":
+                self._process_ids[event["args"]["name"]] = event["pid"]
+            if event.get("args", {}).get("step", 0) <= resumed_step:
+                self._event(**event)
 
     def _write(self, pool: str, rank: int, name: str, start: float, stop: float) -> None:
         if self._file is None:
@@ -114,15 +139,6 @@ class Timeline:
                     self._file.flush()
         except OSError:  # a trace is not worth a run; metrics.jsonl on the same disk raises the error that names it
             self._file = None
-
-
-def _open(path: Path) -> tuple[TextIO, str]:
-    """Open the trace, and say what goes before the next event. An earlier process's trace loses its last bracket."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    events = read_trace(path) if path.exists() else []
-    file = path.open("w", encoding="utf-8")
-    file.write("[\n" * bool(events) + ",\n".join(map(json.dumps, events)))
-    return file, ",\n" if events else "[\n"
 
 
 def read_trace(path: str | Path) -> list[dict[str, Any]]:

@@ -170,6 +170,12 @@ class TestKL:
         controller.update(-1.0, 100)
         assert controller.coef == pytest.approx(before * (1 - 0.2 * 0.1))
 
+    def test_a_broken_kl_does_not_reach_the_coefficient(self):
+        controller = AdaptiveKL(0.1, 0.05, 1000)
+        with pytest.raises(NumericsError, match="nan"):
+            controller.update(math.nan, 10)
+        assert controller.coef == 0.1
+
     def test_adaptive_controller_resumes(self):
         """Trap 20: the coefficient is state, and belongs into the checkpoint."""
         first = AdaptiveKL(0.1, 0.05, 1000)

@@ -152,7 +152,7 @@ class LoraGateUp(_LoraColumn):
 
     def __init__(self, input_size, output_size, *, config, **kwargs):
         super().__init__(input_size, output_size, config=config, **kwargs)
-        self._adapt(config, {name: (input_size, self.output_size_per_partition // 2) for name in GATE_UP})
+        self._adapt(config, dict.fromkeys(GATE_UP, (input_size, self.output_size_per_partition // 2)))
 
 
 class _LoraRow(_LoraLinear, RowParallelLinear):

@@ -205,10 +205,10 @@ def _mark_tensor_parallel(model: torch.nn.Module) -> None:
     """Megatron-Core marks sharded weights only while it initialises them, which we skip: without the mark the gradient
     norm would count one TP rank's share only."""
     for module in model.modules():
-        axis = 1 if isinstance(module, RowParallelLinear) else 0
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
-            if module.weight is not None and not hasattr(module.weight, "tensor_model_parallel"):
-                set_tensor_model_parallel_attributes(module.weight, True, axis, 1)
+        parallel = isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding)
+        if parallel and module.weight is not None:  # a tied output layer has none of its own
+            axis = 1 if isinstance(module, RowParallelLinear) else 0
+            set_tensor_model_parallel_attributes(module.weight, True, axis, 1)
 
 
 def _train_adapters_only(model: PackedGPT) -> None:

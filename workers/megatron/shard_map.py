@@ -1,8 +1,8 @@
 """Which part of which Hugging Face tensor each Megatron parameter of a rank holds (see workers/resharding/boxes.py).
 
-Megatron's own layouts: q, k and v are fused and interleaved by KV group; gate and up are fused; the vocabulary is padded
-to a multiple of TP; a pipeline stage counts its layers from 0; a tied output layer on the last stage is a second copy of
-the embedding. The value head's tensors are called ``value_head.weight`` and ``value_head.bias``.
+Megatron's own layouts: q, k and v are fused and interleaved by KV group; gate and up are fused; the vocabulary is
+padded to a multiple of TP; a pipeline stage counts its layers from 0; a tied output layer on the last stage is a second
+copy of the embedding. The value head's tensors are called ``value_head.weight`` and ``value_head.bias``.
 """
 
 from __future__ import annotations
@@ -36,10 +36,8 @@ class _Mapper:
         a = self.architecture
         if name == "embedding.word_embeddings.weight":
             yield from self._vocabulary(name, EMBEDDING)
-        elif name == "output_layer.weight" and a.tied:
-            yield from self._vocabulary(name, EMBEDDING)
         elif name == "output_layer.weight":
-            yield from self._vocabulary(name, OUTPUT)
+            yield from self._vocabulary(name, EMBEDDING if a.tied else OUTPUT)
         elif name == "decoder.final_layernorm.weight":
             yield _piece(name, "model.norm.weight", (0,), (a.hidden,))
         elif name.startswith("decoder.layers."):
@@ -117,18 +115,18 @@ def value_head_map(architecture: Architecture) -> ShardMap:
 
 
 def adapter_map(
-    shapes: dict[str, tuple[int, ...]], axes: dict[str, int | None], *, tp_rank: int = 0, first_layer: int = 0
+    shapes: dict[str, tuple[int, ...]], cuts: dict[str, int], *, tp_rank: int = 0, first_layer: int = 0
 ) -> ShardMap:
-    """Pieces of LoRA parameters, in the tensor names of a PEFT adapter file.
+    """Pieces of LoRA parameters; their tensors are called ``<Hugging Face module>.lora_A`` and ``.lora_B``.
 
     Args:
         shapes: local shape of each adapter parameter.
-        axes: the axis that TP cuts, or None where the parameter is replicated.
+        cuts: the axis that TP cuts, of those that are not replicated.
     """
     pieces = []
     for name, shape in shapes.items():
         _, _, layer, home, _, kind, module = name.split(".")
-        tensor = f"base_model.model.model.layers.{int(layer) + first_layer}.{_LORA_HOME[home]}.{module}.{kind}.weight"
-        start = tuple(tp_rank * size if axis == axes[name] else 0 for axis, size in enumerate(shape))
+        tensor = f"model.layers.{int(layer) + first_layer}.{_LORA_HOME[home]}.{module}.{kind}"
+        start = tuple(tp_rank * size if axis == cuts.get(name) else 0 for axis, size in enumerate(shape))
         pieces.append(_piece(name, tensor, start, tuple(s + size for s, size in zip(start, shape, strict=True))))
     return pieces

@@ -38,7 +38,7 @@ _RULES = [
 # The RNG module keeps one state per device; on CPU there is one state, and recomputation must not find it "changed".
 _RNG_MODULE = "megatron.core.tensor_parallel.random"
 _RNG_ANCHOR = "# RNG tracker object.\n_CUDA_RNG_STATE_TRACKER = None"
-_RNG_FUNCTIONS = '''
+_RNG_FUNCTIONS = """
 def _get_cuda_rng_state(device="cpu", clone=False, graph_safe=False):
     return torch.get_rng_state()
 
@@ -47,7 +47,7 @@ def _set_cuda_rng_state(new_state, device=-1, graph_safe=False):
     torch.set_rng_state(new_state)
 
 
-'''
+"""
 
 
 def rewrite(name: str, source: str) -> str:

@@ -10,8 +10,8 @@ from torch import Tensor
 class _LogProbsAndEntropy(torch.autograd.Function):
     """With z = logits / temperature, lse = log sum exp z and p = exp(z - lse), all over the whole vocabulary:
 
-        log_prob = z[target] - lse            d/dz_j = [j = target] - p_j
-        entropy  = lse - sum_j p_j z_j        d/dz_j = -p_j (z_j - sum_k p_k z_k)
+    log_prob = z[target] - lse            d/dz_j = [j = target] - p_j
+    entropy  = lse - sum_j p_j z_j        d/dz_j = -p_j (z_j - sum_k p_k z_k)
     """
 
     @staticmethod

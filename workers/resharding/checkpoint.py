@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from workers.resharding.boxes import Box
+from workers.resharding.boxes import Box, Piece
 from workers.resharding.buffers import torch_dtype
-from workers.resharding.planner import Intake, Share
+from workers.resharding.planner import Copy, Intake, Share, narrow
 from workers.resharding.protocol import Channel, ReshardingProtocol
 
 
@@ -40,16 +43,14 @@ class Checkpoint(ReshardingProtocol):
 
     @torch.no_grad()
     def receive(self, intake: Intake, handles: Sequence[str], parameters: Mapping[str, Tensor], version: int) -> None:
-        for rank in sorted({copy.source for copy in intake.copies}):
+        for rank, copies in itertools.groupby(sorted(intake.copies, key=_source), key=_source):
             with safe_open(handles[rank], framework="pt") as file:
-                blocks = [(key, _box(key)) for key in file.keys()]
-                for copy in intake.copies:
-                    if copy.source != rank:
-                        continue
-                    for key, box in blocks:
-                        common = box.intersect(copy.piece.box)
-                        if common is not None:
-                            _copy(file, key, box, common, copy.piece, parameters)
+                blocks: dict[str, list[Box]] = defaultdict(list)
+                for box in map(_box, file.keys()):
+                    blocks[box.tensor].append(box)
+                for copy in copies:
+                    for box in blocks[copy.piece.box.tensor]:
+                        _read(file, box, copy.piece, parameters)
 
     def close(self) -> None:
         for file in self._files:
@@ -58,3 +59,27 @@ class Checkpoint(ReshardingProtocol):
             with contextlib.suppress(OSError):  # other ranks still have files there
                 folder.rmdir()
         self._files = []
+
+
+def _source(copy: Copy) -> int:
+    return copy.source
+
+
+def _read(file: Any, box: Box, piece: Piece, parameters: Mapping[str, Tensor]) -> None:
+    """Copy what the block ``box`` of a file holds of ``piece``."""
+    common = box.intersect(piece.box)
+    if common is not None:
+        inside = tuple(slice(a - o, b - o) for a, b, o in zip(common.start, common.stop, box.start, strict=True))
+        part = narrow(piece, common)
+        parameters[part.parameter][part.slices].copy_(file.get_slice(_key(box))[inside])
+
+
+def _key(box: Box) -> str:
+    """Name of a block in a file: "model.norm.weight[0:128]"."""
+    return f"{box.tensor}[{','.join(f'{a}:{b}' for a, b in zip(box.start, box.stop, strict=True))}]"
+
+
+def _box(key: str) -> Box:
+    tensor, _, extents = key.removesuffix("]").rpartition("[")
+    bounds = [tuple(map(int, extent.split(":"))) for extent in extents.split(",")]
+    return Box(tensor, tuple(start for start, _ in bounds), tuple(stop for _, stop in bounds))

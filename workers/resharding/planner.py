@@ -120,7 +120,7 @@ def _choose(owners: dict[str, dict[Box, dict[int, Piece]]], world: int) -> list[
         for holders, blocks in groups.items():
             rank = min(holders, key=lambda holder: (load[holder], holder))
             load[rank] += sum(part.numel for part, _ in blocks)
-            chosen[rank].extend(_narrow(boxes[box][rank], part) for part, box in blocks)
+            chosen[rank].extend(narrow(boxes[box][rank], part) for part, box in blocks)
     shares = []
     for rank, pieces in enumerate(chosen):
         offset, placed = 0, []
@@ -161,8 +161,8 @@ def _subtract(box: Box, other: Box) -> list[Box]:
     return rest
 
 
-def _narrow(piece: Piece, box: Box) -> Piece:
-    """The part ``box`` of a piece."""
+def narrow(piece: Piece, box: Box) -> Piece:
+    """The part ``box`` of a piece, which must lie within it."""
     if piece.box == box:
         return piece
     shift = zip(piece.offset, box.start, piece.box.start, strict=True)
@@ -175,7 +175,7 @@ def _regions(shares: Sequence[Share]) -> dict[str, list[tuple[int, Region]]]:
     for share in shares:
         for piece, offset in share.pieces:
             found = regions[piece.box.tensor]
-            if found and found[-1][0] == share.rank and _continues(found[-1][1].box, piece.box):
+            if found and found[-1][0] == share.rank and _continues(found[-1][1], piece.box, offset):
                 last = found[-1][1]
                 stop = (piece.box.stop[0], *last.box.stop[1:])
                 found[-1] = (share.rank, Region(Box(last.box.tensor, last.box.start, stop), last.offset))
@@ -184,9 +184,9 @@ def _regions(shares: Sequence[Share]) -> dict[str, list[tuple[int, Region]]]:
     return regions
 
 
-def _continues(first: Box, second: Box) -> bool:
-    same = first.start[1:] == second.start[1:] and first.stop[1:] == second.stop[1:]
-    return same and first.stop[0] == second.start[0]
+def _continues(region: Region, box: Box, offset: int) -> bool:
+    same_columns = region.box.start[1:] == box.start[1:] and region.box.stop[1:] == box.stop[1:]
+    return same_columns and region.box.stop[0] == box.start[0] and region.offset + region.box.numel == offset
 
 
 def _copies(target: ShardMap, regions: dict[str, list[tuple[int, Region]]]) -> Iterable[Copy]:
@@ -194,7 +194,7 @@ def _copies(target: ShardMap, regions: dict[str, list[tuple[int, Region]]]) -> I
         for rank, region in regions[piece.box.tensor]:
             common = piece.box.intersect(region.box)
             if common is not None:
-                yield Copy(rank, region, _narrow(piece, common))
+                yield Copy(rank, region, narrow(piece, common))
 
 
 def _check_names(held: set[str], wanted: set[str]) -> None:

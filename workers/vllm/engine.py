@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -58,30 +57,30 @@ class GenerationEngine:
 
     def _start(self, model: ModelConfig) -> Any:
         tp = self.context.layout.tp
-        arguments = dict(
-            model=str(self.folder),
-            skip_tokenizer_init=True,
-            load_format="dummy",
-            generation_config="vllm",
-            dtype=self.dtype,
-            seed=0,
-            max_model_len=self.max_model_len,
-            max_num_seqs=self.rollout.max_num_seqs,
-            max_num_batched_tokens=self.rollout.max_num_batched_tokens,
-            enable_chunked_prefill=self.rollout.enable_chunked_prefill,
-            enable_prefix_caching=True,
-            logprobs_mode="processed_logprobs",
-        )
+        arguments = {
+            "model": str(self.folder),
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "generation_config": "vllm",
+            "dtype": self.dtype,
+            "seed": 0,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.rollout.max_num_seqs,
+            "max_num_batched_tokens": self.rollout.max_num_batched_tokens,
+            "enable_chunked_prefill": self.rollout.enable_chunked_prefill,
+            "enable_prefix_caching": True,
+            "logprobs_mode": "processed_logprobs",
+        }
         if internals.is_cpu():
             kv_bytes = self.rollout.kv_cache_bytes or default_kv_cache_bytes(
                 self._config, self.dtype, self.rollout.max_num_seqs, self.max_model_len, tp
             )
-            arguments |= dict(enforce_eager=True, block_size=32, kv_cache_memory_bytes=kv_bytes)
+            arguments |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": kv_bytes}
         else:
-            arguments |= dict(enable_sleep_mode=True, kv_cache_memory_bytes=self.rollout.kv_cache_bytes)
+            arguments |= {"enable_sleep_mode": True, "kv_cache_memory_bytes": self.rollout.kv_cache_bytes}
         if self.adapters:
             rank = next(size for size in _LORA_RANKS if size >= model.lora_rank)
-            arguments |= dict(enable_lora=True, max_lora_rank=rank, max_loras=1)
+            arguments |= {"enable_lora": True, "max_lora_rank": rank, "max_loras": 1}
         try:
             return internals.start(arguments, tensor_parallel_size=tp)
         except (ValueError, NotImplementedError) as error:
@@ -187,6 +186,7 @@ class GenerationEngine:
             stop_token_ids=self._stop_tokens,
             logprobs=0,
             flat_logprobs=True,
+            skip_clone=True,  # made for one request: vLLM need not copy it deeply
             detokenize=False,
             output_kind=internals.RequestOutputKind.FINAL_ONLY,
         )
@@ -210,10 +210,9 @@ class GenerationEngine:
             policy_version=np.full(len(batch), self.version, dtype=np.int64),
         )
         metrics: dict[str, Metric] = {
-            "response/length": Mean(float(lengths.sum()), len(lengths)),
+            "response/length_mean": Mean(float(lengths.sum()), len(lengths)),
             "response/length_max": Max(float(lengths.max(initial=0))),
-            "response/truncated": Mean(float(reasons.count("length")), len(reasons)),
-            "rollout/tokens": Sum(float(lengths.sum())),
+            "response/clipped_fraction": Mean(float(reasons.count("length")), len(reasons)),
         }
         return result, metrics
 

@@ -14,6 +14,7 @@ reads when it is imported. What is touched, and why:
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import uuid
 from pathlib import Path
@@ -81,9 +82,13 @@ def start(arguments: dict[str, Any], *, tensor_parallel_size: int) -> LLMEngine:
 
 
 def stop(engine: LLMEngine) -> None:
-    """End the engine and its groups; the default process group, which is not vLLM's, stays."""
-    engine.engine_core.shutdown()
+    """End the engine and its own groups. The default process group stays: vLLM's own way would destroy it too."""
+    client = engine.engine_core
+    client._finalizer.detach()
+    client.engine_core.model_executor.shutdown()
+    client.engine_core.scheduler.shutdown()
     destroy_model_parallel()
+    gc.unfreeze()  # vLLM froze what it made at start; the weights could not be collected
 
 
 def _keep_plain_weights() -> None:

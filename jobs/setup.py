@@ -1,0 +1,92 @@
+"""Before the first step: engines in the roles' processes, the supervised warm-up, and the weights' way to the rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hybridflow.pool import Pool
+from hybridflow.run import Run
+from jobs.warmup import warm_up, warmed_folder
+from workers.resharding.link import Resharding
+
+
+@dataclass(frozen=True)
+class Roles:
+    """PPO's pools, set up, and the link that carries the actor's weights to the rollout."""
+
+    actor: Pool
+    critic: Pool
+    reference: Pool
+    reward: Pool
+    rollout: Pool
+    data: Pool
+    weights: Resharding
+
+
+def set_up(run: Run) -> Roles:
+    """Build every engine, warm the actor up if asked, and link it to the rollout.
+
+    All calls are submitted before any is waited for, so that processes import and build side by side; where devices are
+    shared the rollout engine comes first and alone.
+    """
+    config = run.config
+    pools = {role: run[role] for role in ("actor", "critic", "reference", "reward", "rollout", "data")}
+    model, mcore, rollout = config.model, config.mcore_config, config.rollout
+    fresh = run.checkpoint is None
+    counts = pools["data"].setup(
+        config.data,
+        model.path,
+        n=rollout.n,
+        seed=config.seed,
+        algorithm=config.algorithm,
+        warmup=config.warmup if fresh else None,
+        resumed_step=run.first_step - 1,
+    )
+    pools["reward"].setup(config.reward_model, model.path, config.data)
+    longest = config.data.max_prompt_length + rollout.max_response_length
+    pools["rollout"].setup(model, rollout, seed=config.seed, max_model_len=longest)
+    _set_up_actor(run, model.path)
+    critic, reference = config.critic.path or model.path, config.reference.path or model.path
+    pools["critic"].setup(critic, model, mcore, config.critic.optim, config.algorithm, config.seed)
+    pools["reference"].setup(reference, model, mcore, rollout.temperature)
+    if config.warmup.steps:
+        written = warm_up(run, pools["actor"], pools["data"]) if fresh else None
+        warmed = str(warmed_folder(run))
+        _set_up_actor(run, warmed)
+        for role, own in (("critic", config.critic.path), ("reference", config.reference.path)):
+            if not own:
+                pools[role].load(warmed, after=written)
+    run.recorder.note(_describe(counts.result()[0]))
+    weights = Resharding(
+        pools["actor"],
+        pools["rollout"],
+        config.resharding,
+        dtype=rollout.dtype or model.dtype,
+        run_dir=str(run.path),
+        adapter=bool(model.lora_rank) and rollout.lora == "adapter",
+    )
+    run.recorder.note(f"weights: {weights.describe()}")
+    run.wait()
+    return Roles(**pools, weights=weights)
+
+
+def _set_up_actor(run: Run, path: str) -> None:
+    config = run.config
+    run["actor"].setup(
+        path,
+        config.model,
+        config.mcore_config,
+        config.actor.optim,
+        config.algorithm,
+        config.rollout.temperature,
+        config.seed,
+    )
+
+
+def _describe(counts: Mapping[str, Any]) -> str:
+    """What the data role found, in one line."""
+    told = [f"{counts['prompts']} prompts", f"{counts['validation']} held out"]
+    told += [f"{counts[name]} {name}" for name in ("overlong", "truncated", "empty", "demonstrations") if counts[name]]
+    return f"data: {', '.join(told)}; longest prompt {counts['longest_prompt']} tokens"

@@ -1,0 +1,78 @@
+"""The critic role: the value of each state of a response."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from hybridflow.batch.batch import Batch, Ragged
+from hybridflow.config.schema import AlgorithmConfig, McoreConfig, ModelConfig, OptimConfig
+from hybridflow.loading import load
+from hybridflow.telemetry.metrics import Metric
+from hybridflow.transfer import transfer
+from hybridflow.worker import Worker
+
+
+class CriticWorker(Worker):
+    """One rank of the value model: the policy's trunk with one output per token, on a Megatron engine."""
+
+    engine: Any = None
+    algorithm: AlgorithmConfig
+
+    @transfer("ONE_TO_ALL")
+    def setup(
+        self,
+        model_path: str,
+        model: ModelConfig,
+        mcore: McoreConfig,
+        optim: OptimConfig,
+        algorithm: AlgorithmConfig,
+        seed: int,
+    ) -> None:
+        """Build the engine on the trunk of ``model_path``; its value head starts at zero unless the folder has one."""
+        self.engine = None
+        self.algorithm = algorithm
+        self.engine = load("workers.megatron.engine:MegatronEngine")(
+            self.context,
+            head="value",
+            model=dataclasses.replace(model, path=model_path),
+            mcore=mcore,
+            optim=optim,
+            seed=seed,
+        )
+
+    @transfer("ONE_TO_ALL")
+    def load(self, folder: str) -> None:
+        """Take other weights, before training."""
+        self.engine.load(folder)
+
+    @transfer("3D_PROTO", reads=("prompt_tokens", "response_tokens"), writes=("values",))
+    def compute_values(self, batch: Batch) -> Batch | None:
+        """The value of the state before each response token."""
+        values = self.engine.values(batch)
+        if values is None:
+            return None
+        return Batch.of(batch.sample_ids, values=Ragged(values, batch.ragged("response_tokens").offsets))
+
+    @transfer("3D_PROTO", reads=("prompt_tokens", "response_tokens", "values", "returns"))
+    def update(self, batch: Batch) -> dict[str, Metric]:
+        """Train on a step's samples: an optimizer step per mini-batch, ``ppo_epochs`` times over."""
+        loss = load("hybridflow.algorithms.losses:value_loss")
+        return self.engine.update(
+            batch, lambda outputs, columns: loss(outputs, columns, self.algorithm), self.algorithm.ppo_epochs
+        )
+
+    @transfer("ONE_TO_ALL")
+    def export(self, folder: str) -> None:
+        """Write trunk and value head as a Hugging Face folder."""
+        self.engine.export(folder)
+
+    @transfer("ONE_TO_ALL")
+    def save(self, folder: str) -> None:
+        """Write weights, optimizer and random state as a Megatron checkpoint."""
+        self.engine.save(folder)
+
+    @transfer("ONE_TO_ALL")
+    def restore(self, folder: str) -> None:
+        """Read what ``save`` wrote."""
+        self.engine.restore(folder)
