@@ -12,7 +12,7 @@ def problem_of(module: str) -> str | None:
     """Why ``module`` cannot be imported; None if it can."""
     try:
         importlib.import_module(module)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - a broken wheel may raise anything
         return f"{type(error).__name__}: {error}"
     return None
 

@@ -29,15 +29,16 @@ class Draft:
     """A config, the facts that it is checked against, and what came of it.
 
     Args:
-        devices: devices of the run; device_type: "cpu" or "cuda".
+        devices: devices of the run; device_type: "cpu" or "cuda". None: known only once the cluster is in reach, and
+            what depends on them waits until then.
         model, critic_model: facts of the two model folders, None where unknown.
         given: keys that the user set; None: taken to be all. A default that gives way needs no line.
         memory_gb: memory of one GPU, None where unknown.
     """
 
     config: Config
-    devices: int
-    device_type: str
+    devices: int | None
+    device_type: str | None
     model: ModelInfo | None = None
     critic_model: ModelInfo | None = None
     given: frozenset[str] | None = None

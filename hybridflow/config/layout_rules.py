@@ -37,6 +37,8 @@ def device_map(draft: Draft) -> None:
     last = max((device for devices in named.values() for device in devices), default=0)
     if draft.config.launcher.devices is not None:
         draft.devices = draft.config.launcher.devices
+    elif draft.devices is None:
+        return
     elif draft.device_type == "cpu":  # logical devices cost nothing: as many as are named
         draft.devices = max(draft.devices, last + 1)
     draft.decide("launcher.devices", draft.devices)
@@ -58,6 +60,8 @@ def device_map(draft: Draft) -> None:
 
 def layouts(draft: Draft) -> None:
     """Cut each role's devices into model copies; what is left over is data parallelism."""
+    if draft.devices is None:
+        return
     tp, pp = _sizes(draft)
     dp: dict[tuple[int, ...], int] = {}
     for role in TRAINED:
@@ -91,10 +95,12 @@ def model_fits(draft: Draft) -> None:
         )
 
 
-def actor_dp(draft: Draft) -> int:
-    """Data-parallel size of the actor (1 where the layout is wrong anyway)."""
+def actor_dp(draft: Draft) -> int | None:
+    """Data-parallel size of the actor (1 where the layout is wrong anyway); None where devices are not known yet."""
+    if draft.devices is None:
+        return None
     tp, pp = _sizes(draft)
-    return max(1, len(draft.config.device_map.actor or (0,)) // (tp * pp))  # type: ignore[arg-type]
+    return max(1, len(get(draft.config, "device_map.actor")) // (tp * pp))
 
 
 def _sizes(draft: Draft) -> tuple[int, int]:

@@ -6,20 +6,20 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import os
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from hybridflow.config.compose import Composed, compose
 from hybridflow.config.draft import Adjustment, Draft
 from hybridflow.config.model_folder import ModelInfo, read_model_folder
 from hybridflow.config.problems import InvalidConfigError, Problem, problem_of
-from hybridflow.config.resolution import resolve, resolve_draft
+from hybridflow.config.resolution import resolve_draft
 from hybridflow.config.schema import Config
 from hybridflow.config.show import config_yaml
-from hybridflow.config.validate import located, validate
+from hybridflow.config.validate import leaf_paths, located, validate
 from hybridflow.errors import ConfigError
 from hybridflow.loading import load_module
 from placement.device import local_gpus
@@ -44,10 +44,11 @@ class LoadedConfig:
         adjustments: what resolving changed, for the run card.
         sources: where each key's value came from: ``file:line``, ``command line``, ``default`` or ``decided``.
         given: keys that the user set, in the file or on the command line.
-        source: the config's name and digest, for the run card; verbose: the option of this name.
-        resolved_yaml: the config as YAML, each value with its source; print_config: the same, if the option was given.
+        name: of the config ("defaults" if none was asked for).
+        verbose: the option of this name; print_config: ``resolved_yaml`` if the option was given, else "".
         code: digest of each registered file or module.
         model, critic_model: facts of the model folders.
+        places: ``file:line`` or ``command line`` of each key and block that was given.
     """
 
     config: Config
@@ -61,21 +62,30 @@ class LoadedConfig:
     code: dict[str, str] = dataclasses.field(default_factory=dict)
     model: ModelInfo | None = None
     critic_model: ModelInfo | None = None
+    places: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def source(self) -> str:
+        """Name and digest of the config, for the run card."""
         return f"{self.name} ({config_digest(self.config)})"
 
     @property
     def resolved_yaml(self) -> str:
+        """The resolved config; each line says where its value came from."""
         return config_yaml(self.name, self.config, self.sources, self.adjustments)
 
     def on(self, devices: int, device_type: str) -> LoadedConfig:
-        """The same, resolved for other machines than this one (a cluster that the driver has since connected to)."""
-        config, adjustments = resolve(
-            self.written, devices, device_type, self.model, critic_info=self.critic_model, given=self.given
-        )
-        return dataclasses.replace(self, config=config, adjustments=tuple(adjustments))
+        """The same, resolved for the machines that the run is on: a driver calls it once it has reached its cluster.
+
+        Raises:
+            InvalidConfigError: the config does not fit these machines.
+        """
+        draft = Draft(self.written, devices, device_type, self.model, self.critic_model, self.given)
+        resolve_draft(draft)
+        if draft.problems:
+            raise InvalidConfigError(located(draft.problems, self.places))
+        sources = _sources(draft, self.places)
+        return dataclasses.replace(self, config=draft.config, adjustments=tuple(draft.adjustments), sources=sources)
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
@@ -95,7 +105,8 @@ def load_config(
     """Compose, check and resolve the config that ``argv`` asks for. Needs neither torch nor ray.
 
     Args:
-        devices, device_type: of the run; None: what this machine has (GPUs, else one logical CPU device).
+        devices, device_type: of the run. None: those of this machine (its GPUs, else one logical CPU device); on a
+            machine without GPUs that is to use a Ray cluster (RAY_ADDRESS) they stay unknown until ``LoadedConfig.on``.
 
     Raises:
         InvalidConfigError: everything that is wrong, in one error.
@@ -106,26 +117,28 @@ def load_config(
     config, wrong = validate(composed)
     problems += wrong
     gpus = local_gpus()
-    device_type = device_type or ("cuda" if gpus else "cpu")
+    if gpus or not os.environ.get("RAY_ADDRESS"):
+        devices, device_type = devices or gpus or 1, device_type or ("cuda" if gpus else "cpu")
     model, critic = _models(config, problems)
     given = frozenset(".".join(path) for path in composed.given & composed.values.keys())
-    draft = Draft(config, devices or gpus or 1, device_type, model, critic, given, _memory_gb(gpus))
+    places = {".".join(path): place for path, place in composed.where.items()}
+    draft = resolve_draft(Draft(config, devices, device_type, model, critic, given, _memory_gb(gpus)))
     broken = {problem.key for problem in problems}
-    resolve_draft(draft)
     problems += [problem for problem in draft.problems if problem.key not in broken]
     if problems:
-        raise InvalidConfigError(located(problems, composed.where))
+        raise InvalidConfigError(located(problems, places))
     loaded = LoadedConfig(
         config=draft.config,
         written=config,
         adjustments=tuple(draft.adjustments),
-        sources=_sources(composed, draft),
+        sources=_sources(draft, places),
         given=given,
         name=Path(options.config_name).stem if options.config_name else "defaults",
         verbose=options.verbose,
         code=code,
         model=model,
         critic_model=critic,
+        places=places,
     )
     return dataclasses.replace(loaded, print_config=loaded.resolved_yaml) if options.print_config else loaded
 
@@ -183,17 +196,7 @@ def _memory_gb(gpus: int) -> float | None:
         return None  # advice only: without it there is none
 
 
-def _sources(composed: Composed, draft: Draft) -> dict[str, str]:
-    sources: dict[str, str] = {}
-
-    def walk(prefix: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for name, inner in value.items():
-                walk(f"{prefix}.{name}" if prefix else name, inner)
-        else:
-            path = tuple(prefix.split("."))
-            given = composed.where.get(path, "default") if path in composed.values else "default"
-            sources[prefix] = "decided" if prefix in draft.decided and given == "default" else given
-
-    walk("", dataclasses.asdict(draft.config))
-    return sources
+def _sources(draft: Draft, places: dict[str, str]) -> dict[str, str]:
+    """Where the value of each key came from."""
+    keys = [".".join(path) for path in leaf_paths()]
+    return {key: places.get(key) or ("decided" if key in draft.decided else "default") for key in keys}

@@ -43,8 +43,8 @@ def resolve_draft(draft: Draft) -> Draft:
 
 def resolve(
     config: Config,
-    devices: int,
-    device_type: str,
+    devices: int | None,
+    device_type: str | None,
     model_info: ModelInfo | None,
     *,
     critic_info: ModelInfo | None = None,
@@ -55,7 +55,7 @@ def resolve(
 
     Args:
         devices: devices of the run's machines (``launcher.devices`` overrules it).
-        device_type: "cpu" or "cuda".
+        device_type: "cpu" or "cuda". Either may be None where only a cluster will tell; resolve again then.
         model_info: facts of ``model.path``; None skips the checks that need them.
         critic_info: of ``critic.path``, if it is another folder.
         given: keys that the user set; a default that gives way needs no line. None: every change is said.

@@ -36,6 +36,8 @@ def batches(draft: Draft) -> None:
         draft.adjust("training.ppo_mini_batch_size", prompts * n, reason)
         mini = prompts * n
     dp = actor_dp(draft)
+    if dp is None:
+        return
     if mini < dp:
         draft.refuse(
             "training.ppo_mini_batch_size",

@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import functools
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -63,14 +63,9 @@ def validate(composed: Composed) -> tuple[Config, list[Problem]]:
     return config, problems
 
 
-def located(problems: Iterable[Problem], where: dict[Path, str]) -> list[Problem]:
+def located(problems: Iterable[Problem], places: Mapping[str, str]) -> list[Problem]:
     """The problems, each with the place where its key was given (if it was)."""
-    return [
-        problem
-        if problem.where
-        else dataclasses.replace(problem, where=where.get(tuple(problem.key.split(".")), "") if problem.key else "")
-        for problem in problems
-    ]
+    return [dataclasses.replace(entry, where=entry.where or places.get(entry.key, "")) for entry in problems]
 
 
 def _drop_unknown(composed: Composed) -> list[Problem]:

@@ -156,7 +156,9 @@ def failure_lines(error: BaseException, *, step: int = 0, phase: str = "", log: 
     if isinstance(error, HybridFlowError):
         title, message, hint, where = type(error).__name__, error.message, error.hint, error.where
     elif isinstance(error, KeyboardInterrupt):
-        title, message, hint, where = "Stopped", "interrupted by Ctrl-C or a signal", "the same command resumes", ""
+        text = str(error)  # a signal's name, or a sentence
+        title, message, where = "Stopped", text if " " in text else f"interrupted by {text or 'Ctrl-C'}", ""
+        hint = "the same command goes on from the last checkpoint, or starts afresh where there is none"
     else:
         title, message, hint, where = type(error).__name__, str(error) or "no message", "the traceback is above", ""
     during = " ".join(part for part in (f"step {step}" if step else "", f"({phase})" if phase else "") if part)

@@ -77,6 +77,7 @@ class Recorder:
         self.timeline = Timeline(self.run_dir / "timeline.json", resumed_step=resumed_step)
         self._begin = time.perf_counter()
         self._step_begin: float | None = None
+        self._start_seconds = 0.0
         self._last_step, self._reward_mean = resumed_step, math.nan
         self._evals: dict[int, float] = {}
         self._recorded = False
@@ -130,6 +131,8 @@ class Recorder:
     def begin_step(self, step: int) -> None:
         """Start the clock of a step. What came before it belongs to the previous step (start-up: to none)."""
         self._log_leftovers()
+        if self.timeline.step == 0:
+            self._start_seconds = max(0.0, time.perf_counter() - self._begin - sum(self.timeline.totals().values()))
         self.timeline.step = step
         self._step_begin = time.perf_counter()
 
@@ -189,6 +192,9 @@ class Recorder:
         for tracker in self._trackers:
             tracker.close()
         self.timeline.close()
+        phases = self.timeline.totals()
+        if self._start_seconds:
+            phases["start"] = phases.get("start", 0.0) + self._start_seconds
         summary = Summary(
             status=status,
             step=self._last_step,
@@ -196,7 +202,7 @@ class Recorder:
             seconds=time.perf_counter() - self._begin,
             reward_mean=self._reward_mean,
             evals=self._evals,
-            phase_seconds=self.timeline.totals(),
+            phase_seconds=dict(sorted(phases.items(), key=lambda item: -item[1])),
             busy_seconds=self.timeline.busy_seconds(),
             report=str(self.run_dir / "report.html") if self._recorded else "",
             **more,

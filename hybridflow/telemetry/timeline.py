@@ -71,7 +71,7 @@ class Timeline:
         self._write(pool, rank, name, start, stop)
 
     def add_phase(self, name: str, spans: Iterable[tuple[float, float]]) -> None:
-        """A phase whose work went on elsewhere, in ``spans``: its seconds are those in which any of them was running."""
+        """A phase whose work went on elsewhere, in ``spans``: its seconds are those in which any of them ran."""
         end = 0.0
         for start, stop in sorted(spans):
             if stop > end:

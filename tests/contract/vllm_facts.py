@@ -283,7 +283,7 @@ def _generation(engine: Any, model: Any) -> dict[str, Any]:
         "error_at_temperature": hf_error(model, batch, result, 0.7),
         "greedy": is_greedy(model, batch, greedy),
         "greedy_error": hf_error(model, batch, greedy),
-        "truncated": metrics["response/truncated"].value,
+        "truncated": metrics["response/clipped_fraction"].value,
         "no_room": message(engine.generate, long, version=20),
         "stale": message(engine.generate, batch, version=21),
     }

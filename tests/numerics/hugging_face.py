@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -35,8 +36,9 @@ class HuggingFace:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
         self.head, self.temperature = head, temperature
         hidden = self.model.config.hidden_size
-        self.value_weight = torch.zeros(1, hidden, requires_grad=True)
-        self.value_bias = torch.zeros(1, requires_grad=True)
+        stored = load_file(folder / "model.safetensors") if head == "value" else {}
+        self.value_weight = stored.get("value_head.weight", torch.zeros(1, hidden)).requires_grad_()
+        self.value_bias = stored.get("value_head.bias", torch.zeros(1)).requires_grad_()
 
     def outputs(self, batch: Batch) -> dict[str, Tensor]:
         """Flat over the response tokens, in row order, with gradient."""
