@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import socket
 from dataclasses import asdict
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +55,8 @@ class RunFolder:
                     where=str(path),
                 )
             checkpoint = CheckpointStore(path / "checkpoints", 1).latest()
-            if checkpoint and checkpoint.step < (self.config.training.total_steps or 0):
+            total = self.config.training.total_steps
+            if checkpoint and (total is None or checkpoint.step < total):
                 self._check_same(checkpoint)
                 return path, checkpoint
             number += 1
@@ -90,11 +89,6 @@ def comparable(config: Config) -> dict[str, Any]:
     walk("", {k: v for k, v in asdict(config).items() if k not in _FREE_TO_CHANGE})
     flat["training.ppo_mini_batch_size"] = config.training.ppo_mini_batch_size
     return flat
-
-
-def digest(config: Config) -> str:
-    """A short name for everything that ``comparable`` compares."""
-    return blake2b(json.dumps(comparable(config), sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def _lock(path: Path) -> Any:

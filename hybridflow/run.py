@@ -9,15 +9,14 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from hybridflow.batch.plan import Planner
 from hybridflow.batch.ref import BatchRef
 from hybridflow.config.schema import Config
-from hybridflow.errors import HybridFlowError
+from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.folder import RunFolder, comparable
 from hybridflow.pool import Call, Pool
 from hybridflow.seeds import derive_seed
@@ -44,24 +43,31 @@ class Interrupted(KeyboardInterrupt):
     """SIGINT or SIGTERM came; the step was finished and a checkpoint written."""
 
 
+@dataclass(frozen=True)
+class Placed:
+    """A run on its machines: the config resolved for them, the plan, and what the run card says beside the layout."""
+
+    config: Config
+    plan: PlacementPlan
+    card: Mapping[str, Any] = field(default_factory=dict)
+    resolved_yaml: str = ""
+
+
 class Run:
-    """Everything around an algorithm's loop. Use as a context manager; ``start`` gives the pools.
+    """Everything around an algorithm's loop. Use as a context manager; ``run["actor"]`` is a pool.
 
     Args:
-        config: resolved.
+        config: checked; it may still be resolved for the machines by ``place``.
         workers: each role's class, as "module:name".
-        place: makes the placement plan, once the kind of device and the number of devices are known.
-        card: what the run card says beside the layout (config source, adjustments, ...).
+        place: called once the kind of device of the cluster is known.
+        verbose: say more.
     """
 
     def __init__(
-        self,
-        config: Config,
-        workers: Mapping[str, str],
-        place: Callable[[DeviceKind], PlacementPlan],
-        card: Mapping[str, Any],
+        self, config: Config, workers: Mapping[str, str], place: Callable[[DeviceKind], Placed], *, verbose: bool = False
     ):
-        self.config, self._workers, self._place, self._card = config, workers, place, dict(card)
+        self.config, self._workers, self._place, self.verbose = config, workers, place, verbose
+        self._identity = comparable(config)
         self.total_steps = config.training.total_steps or 0
         self._stack = ExitStack()
         self._calls: list[tuple[str, Call]] = []
@@ -84,11 +90,13 @@ class Run:
             )
             stack.enter_context(self._signals())
             kind = stack.enter_context(connect(self.config.launcher, namespace=f"hybridflow/{self.folder.path.name}"))
-            self.plan = self._place(kind)
-            self._write_files()
-            self._show_card()
+            placed = self._place(kind)
+            self.config = placed.config
+            (self.path / "plan.json").write_text(placed.plan.to_json() + "\n")
+            (self.path / "config.resolved.yaml").write_text(placed.resolved_yaml)
+            self._show_card(placed)
             self.pools = Pools(
-                self.plan,
+                placed.plan,
                 self._workers,
                 run_dir=str(self.folder.path),
                 register=self.config.register,
@@ -134,6 +142,21 @@ class Run:
             self.recorder.begin_step(step)
             yield step
         self._in_steps = False
+
+    def limit_steps(self, steps: int) -> None:
+        """Do at most this many steps (the dataset's length times the epochs, once it is known).
+
+        Raises:
+            ConfigError: no step is left to do.
+        """
+        self.total_steps = min(self.total_steps or steps, steps)
+        self.recorder.set_total_steps(self.total_steps)
+        if self.first_step > self.total_steps:
+            raise ConfigError(
+                f"nothing is left to do: step {self.first_step - 1} of {self.total_steps} is done",
+                hint="raise training.total_steps or training.num_epochs, or choose another exp_name",
+                where=str(self.path),
+            )
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -202,7 +225,7 @@ class Run:
                 for pool in pools:
                     pool.save(str(aside / pool.role))
                 self.wait()
-            state = {"step": step, "config": comparable(self.config), "wandb_id": self.recorder.wandb_id, **state}
+            state = {"step": step, "config": self._identity, "wandb_id": self.recorder.wandb_id, **state}
             self.saved = self.folder.store.commit(aside, step, state)
         if self._stop_requested:
             raise Interrupted(f"stopped after step {step}; the checkpoint is {self.saved}")
@@ -243,25 +266,20 @@ class Run:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
-    def _write_files(self) -> None:
-        (self.path / "plan.json").write_text(self.plan.to_json() + "\n")
-        resolved = self._card.pop("resolved", "")
-        (self.path / "config.resolved.yaml").write_text(resolved or yaml.safe_dump(comparable(self.config)))
-
-    def _show_card(self) -> None:
+    def _show_card(self, placed: Placed) -> None:
         config = self.config
         card = RunCard(
             name=self.path.name,
             run_dir=str(self.path),
             total_steps=self.total_steps,
             resumed_step=self.first_step - 1,
-            layout=[RoleRow(**row) for row in self.plan.rows()],
+            layout=[RoleRow(**row) for row in placed.plan.rows()],
             stop="Ctrl-C (once: finish the step and save; twice: at once)",
-            **self._card,
+            **placed.card,
         )
         self.recorder.start(
             card,
-            config=comparable(config),
+            config=self._identity,
             tensorboard=config.tensorboard,
             wandb_project=config.wandb.project or "hybridflow",
             wandb_mode=config.wandb.mode or "disabled",

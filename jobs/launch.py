@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import ray
 
 from hybridflow.config import LoadedConfig, load_config
 from hybridflow.errors import HybridFlowError
-from hybridflow.run import Run
+from hybridflow.run import Placed, Run
 from hybridflow.telemetry.console import print_failure
 from jobs.pools import WORKERS, device_count, plan_of
 from placement.device import DeviceKind
-from placement.plan import PlacementPlan
 
 Train = Callable[[Run], None]
-INTERRUPTED = 130
 
 
 def run_job(train: Train, argv: Sequence[str]) -> int:
-    """Run ``train`` as the command line says. Every problem of the config is said before Ray is started.
+    """Run ``train`` as the command line says. Problems of the config are all said before Ray is started.
 
     Returns:
         0, or the exit code of what went wrong: 2 config and data, 3 resources, 4 a worker, 5 numerics, 130 interrupted.
@@ -33,8 +30,8 @@ def run_job(train: Train, argv: Sequence[str]) -> int:
     if loaded.print_config:
         print(loaded.print_config, end="")
         return 0
-    run = Run(loaded.config, WORKERS, lambda kind: _place(loaded, kind), _card(loaded))
     try:
+        run = Run(loaded.config, WORKERS, lambda kind: _place(loaded, kind), verbose=loaded.verbose)
         with run:
             train(run)
             run.succeed()
@@ -43,18 +40,16 @@ def run_job(train: Train, argv: Sequence[str]) -> int:
         return run.fail(error)
 
 
-def _place(loaded: LoadedConfig, kind: DeviceKind) -> PlacementPlan:
+def _place(loaded: LoadedConfig, kind: DeviceKind) -> Placed:
+    """The config and the plan for the cluster that the driver has reached."""
     devices = device_count(loaded.config, kind, ray.cluster_resources())
-    return plan_of(loaded.config, kind, devices)
-
-
-def _card(loaded: LoadedConfig) -> dict[str, Any]:
+    loaded = loaded.on(devices, kind.name)
     config = loaded.config
-    return {
+    card = {
         "config": loaded.source,
         "model": f"{config.model.path} ({config.model.dtype})",
-        "algorithm": f"{config.algorithm.name} ({config.algorithm.adv_estimator})",
-        "data": str(config.data.train),
+        "algorithm": f"{config.algorithm.name}, advantages by {config.algorithm.adv_estimator}",
+        "data": ", ".join([config.data.train] if isinstance(config.data.train, str) else config.data.train or ()),
         "adjustments": [str(adjustment) for adjustment in loaded.adjustments],
-        "resolved": loaded.resolved_yaml,
     }
+    return Placed(config, plan_of(config, kind, devices), card, loaded.resolved_yaml)

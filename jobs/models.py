@@ -10,6 +10,7 @@ import argparse
 import importlib
 import importlib.util
 import json
+import os
 import shutil
 import string
 import sys
@@ -176,8 +177,8 @@ def _write_smollm(folder: Path) -> None:
     assert spec and spec.origin
     source = {"pretrained_model_name_or_path": str(Path(spec.origin).parent)}
     source["gguf_file"] = next(Path(spec.origin).parent.glob("*.gguf")).name
+    os.environ.setdefault("TQDM_DISABLE", "1")  # three progress bars, and no way to have them on a tty only
     torch, transformers = importlib.import_module("torch"), importlib.import_module("transformers")
-    transformers.utils.logging.disable_progress_bar()
     unpacked = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     ours = {"quantization_config", "_name_or_path", "architectures", "model_type", "transformers_version"}
     config = {key: value for key, value in unpacked.config.to_dict().items() if key not in ours}

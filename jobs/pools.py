@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from hybridflow.config.schema import Config
 from hybridflow.errors import ConfigError
-from placement.device import CUDA, DeviceKind, local_gpus, parse_devices
+from placement.device import CUDA, DeviceKind, parse_devices
 from placement.layout import Layout
 from placement.plan import PlacementPlan, RoleDemand, make_plan
 
@@ -19,13 +21,11 @@ WORKERS = {
 }
 
 
-def device_count(config: Config, kind: DeviceKind | None = None, cluster: dict[str, float] | None = None) -> int:
-    """Devices of the run: what the launcher says, else all GPUs in reach, else one logical device."""
+def device_count(config: Config, kind: DeviceKind, cluster: Mapping[str, float]) -> int:
+    """Devices of the run: what the launcher says, else all GPUs of the cluster, else one logical device."""
     if config.launcher.devices is not None:
         return config.launcher.devices
-    gpus = int((cluster or {}).get("GPU", 0)) if kind is CUDA else local_gpus()
-    named = [device for role in ("actor", "critic", "reference", "rollout") for device in _named(config, role)]
-    return max([gpus or 1, *(device + 1 for device in named)]) if not gpus else gpus
+    return int(cluster.get("GPU", 0)) if kind is CUDA else 1
 
 
 def plan_of(config: Config, kind: DeviceKind, devices: int) -> PlacementPlan:

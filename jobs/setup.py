@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +59,10 @@ def set_up(run: Run) -> Roles:
         for role, own in (("critic", config.critic.path), ("reference", config.reference.path)):
             if not own:
                 pools[role].load(warmed, after=written)
-    run.recorder.note(_describe(counts.result()[0]))
+    found = counts.result()[0]
+    run.recorder.note(_describe(found))
+    if config.training.num_epochs:
+        run.limit_steps(math.ceil(config.training.num_epochs * found["prompts"] / config.data.train_batch_size))
     weights = Resharding(
         pools["actor"],
         pools["rollout"],
@@ -69,6 +73,9 @@ def set_up(run: Run) -> Roles:
     )
     run.recorder.note(f"weights: {weights.describe()}")
     run.wait()
+    if run.verbose:
+        layout = pools["actor"].layout
+        run.recorder.note(f"HybridEngine initialized with TP={layout.tp}, SP={mcore.sequence_parallel}")
     return Roles(**pools, weights=weights)
 
 

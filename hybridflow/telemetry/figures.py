@@ -13,7 +13,7 @@ MAX_POINTS = 2000
 GANTT_RANKS = 4  # of each pool
 FROM_ZERO = ("coefficient", "cut", "clipped", "norm")  # panels, by the title of their y axis
 
-# title, what it says, then panels: (y axis title, ((metric, legend), ...))
+# title, what it says, then at most two panels: (y axis title, ((metric, legend), ...))
 CHARTS: tuple[tuple[str, str, tuple[tuple[str, tuple[tuple[str, str], ...]], ...]], ...] = (
     ("Reward", "mean score of the sampled responses, and of held-out prompts",
      (("reward", (("reward/mean", "training"), ("eval/reward_mean", "held-out"))),)),
@@ -133,11 +133,8 @@ def _thinned(steps: list[int]) -> list[int]:
 
 
 def _rows(titles: Sequence[str]) -> dict[str, Any]:
-    """Axes of panels one under another, the first the tallest."""
-    if len(titles) == 1:
-        domains = [[0.0, 1.0]]
-    else:
-        domains = [[0.42, 1.0], [0.0, 0.3]]
+    """Axes of one or two panels, one under the other, the first the taller."""
+    domains = [[0.0, 1.0]] if len(titles) == 1 else [[0.42, 1.0], [0.0, 0.3]]
     layout: dict[str, Any] = {
         "xaxis": {"title": {"text": "step"}, "anchor": _axis("y", len(titles) - 1)},
         "hovermode": "x unified",

@@ -113,6 +113,10 @@ class Recorder:
                 ),
             )
 
+    def set_total_steps(self, total_steps: int) -> None:
+        """The number of steps, once it is known (an epoch's length may be known only when the data is read)."""
+        self.total_steps = self.console.total_steps = total_steps
+
     @property
     def wandb_id(self) -> str:
         """W&B's id of this run, to be kept in the checkpoint; empty without W&B."""
@@ -211,7 +215,7 @@ class Recorder:
         try:
             if self._recorded:
                 build_report(self.run_dir)
-        except Exception as error:  # a page about a run is not worth the run
+        except Exception as error:  # noqa: BLE001 - a page about a run is not worth the run
             self.warn(f"report.html was not built ({first_line(error)})")
         return summary
 

@@ -205,7 +205,7 @@ class BestEffort:
     def _try(self, action: Callable[[], Any]) -> None:
         try:
             action()
-        except Exception as error:  # whatever a tracker raises, training goes on
+        except Exception as error:  # noqa: BLE001 - whatever a tracker raises, training goes on
             self.sink = None
             self._warn(f"{self._name} is off from here on ({first_line(error)}); training goes on")
 

@@ -8,15 +8,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
-from hybridflow.batch.batch import Batch
-from hybridflow.batch.plan import Planner
+from hybridflow.batch.batch import Batch, Ragged
+from hybridflow.batch.plan import Planner, RankPlan
 from hybridflow.config.schema import McoreConfig, ModelConfig, OptimConfig
+from hybridflow.errors import NumericsError
+from hybridflow.telemetry.metrics import Mean
 from hybridflow.worker import WorkerContext
+from placement.layout import Layout
 from workers.megatron import shard_map, weights
+from workers.megatron.context import initialize
 from workers.megatron.engine import MegatronEngine
 from workers.megatron.passes import Loss
+from workers.megatron.vocab_parallel import log_probs_and_entropy
 
 SGD = OptimConfig(name="sgd", lr=0.1, weight_decay=0.0, grad_clip=1.0)
 ADAM = OptimConfig(name="adam", lr=1e-3, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-3, grad_clip=1.0)
@@ -131,5 +137,143 @@ def train(
     return {"gradients": gradients, "norm": norm, "weights": whole_weights(engine), "metrics": metrics}
 
 
-def export(context: WorkerContext, setup: Setup, folder: Path) -> None:
+def export_and_score(context: WorkerContext, setup: Setup, folder: Path, batch: Batch) -> Any:
+    engine = setup.engine(context)
+    engine.export(folder)
+    return engine.log_probs(share(context, batch, ONE_MINI_BATCH)[0])
+
+
+def export_critic(context: WorkerContext, setup: Setup, folder: Path) -> None:
     setup.engine(context).export(folder)
+
+
+def load_another(context: WorkerContext, setup: Setup, other: Path, batch: Batch) -> Any:
+    """An engine that is built on one folder and takes the weights of another, then is scored and trained."""
+    part, _ = share(context, batch, ONE_MINI_BATCH)
+    engine = setup.engine(context)
+    engine.load(other)
+    scored = engine.log_probs(part)
+    engine.update(part, policy_probe)
+    return scored, whole_weights(engine)
+
+
+def fail_to_build(context: WorkerContext, setup: Setup) -> None:
+    setup.engine(context)
+
+
+def two_roles(context: WorkerContext, setup: Setup, other: Layout) -> list[str]:
+    """Parameter names of a second engine in this process, which then asks for another layout."""
+    setup.engine(context)
+    second = dataclasses.replace(setup, head="value").engine(context)
+    names = list(second.parameters())
+    setup.engine(dataclasses.replace(context, layout=other))
+    return names
+
+
+# -- LoRA --------------------------------------------------------------------------------------------------------------
+def train_lora(context: WorkerContext, setup: Setup, batch: Batch, folder: Path) -> dict[str, Any]:
+    """Three updates of adapters; what they are then, and what the engine computes with, without and merged."""
+    part, _ = share(context, batch, ONE_MINI_BATCH)
+    engine = setup.engine(context)
+    trained = [name for name, parameter in engine.model.named_parameters() if parameter.requires_grad]
+    base = {name: tensor.clone() for name, tensor in engine.parameters().items()}
+    before = engine.log_probs(part)
+    metrics = engine.update(part, PROBES[setup.head], epochs=3)
+    assert all(torch.equal(base[name], tensor) for name, tensor in engine.parameters().items()), "the base moved"
+    assert engine.merged().keys() == base.keys()
+    engine.export(folder)
+    return {
+        "trained": trained,
+        "before": before,
+        "after": engine.log_probs(part),
+        "disabled": engine.log_probs(part, adapters=False),
+        "adapters": engine.adapters(),
+        "norm": metrics.get("grad_norm/actor"),
+    }
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+def first_ratio(context: WorkerContext, setup: Setup, batch: Batch, planner: Planner) -> list[bool]:
+    """For each micro-batch of the first mini-batch: are its log-probs in training bitwise those of the scoring?"""
+    part, _ = share(context, batch, planner)
+    engine = setup.engine(context)
+    scored = engine.log_probs(part)
+    same: list[bool] = []
+    if scored is None:
+        scored = (np.zeros(len(part.ragged("response_tokens").values), np.float32),) * 2
+    plan = part.plan
+    part = part.with_columns(log_probs=Ragged(scored[0], part.ragged("response_tokens").offsets))
+    part.plan = plan
+
+    def loss(outputs: dict[str, Tensor], columns: dict[str, Tensor]):
+        same.append(torch.equal(outputs["log_probs"], columns["log_probs"]))
+        return outputs["log_probs"].sum(), {"same/tokens": Mean(float(len(outputs["log_probs"])), 1)}
+
+    accumulate(engine, part, loss)
+    return same
+
+
+def several_steps(context: WorkerContext, setup: Setup, batch: Batch, planner: Planner) -> Any:
+    """Metrics of two epochs with a learning rate of their own, and how often the loss was asked."""
+    part, _ = share(context, batch, planner)
+    calls = []
+
+    def loss(outputs: dict[str, Tensor], columns: dict[str, Tensor]):
+        calls.append(len(columns["advantages"]))
+        return policy_probe(outputs, columns)[0], {"loss/policy": Mean(1.0 * len(columns["advantages"]), calls[-1])}
+
+    return setup.engine(context).update(part, loss, epochs=2, lr=0.25), calls
+
+
+def not_finite(context: WorkerContext, setup: Setup, batch: Batch, planner: Planner) -> str:
+    """The error of an update whose second mini-batch has a loss of NaN; weights must stay as the first left them."""
+    part, _ = share(context, batch, planner)
+    engine = setup.engine(context)
+    first = Batch(part.table, RankPlan(part.plan.mini_batches[:1]))
+    engine.update(first, policy_probe)
+    good = {name: tensor.clone() for name, tensor in engine.parameters().items()}
+    engine = setup.engine(context)
+    steps = iter(["good"] * len(part.plan.mini_batches[0].micro_batches))
+
+    def loss(outputs: dict[str, Tensor], columns: dict[str, Tensor]):
+        total, metrics = policy_probe(outputs, columns)
+        return (total if next(steps, "bad") == "good" else total * torch.nan), metrics
+
+    try:
+        engine.update(part, loss)
+    except NumericsError as error:
+        assert all(torch.equal(good[name], tensor) for name, tensor in engine.parameters().items())
+        return str(error)
+    return "no error"
+
+
+def vocabulary_shares(context: WorkerContext, logits: Tensor, targets: Tensor, vocabulary: int) -> Any:
+    """Log-probs, entropy and this rank's share of the logits' gradient, under temperature 0.5."""
+    initialize(context.layout, 0, "cpu")
+    local = logits.chunk(context.layout.tp, -1)[context.coord.tp].clone().requires_grad_()
+    group = parallel_state.get_tensor_model_parallel_group()
+    log_probs, entropy = log_probs_and_entropy(local, targets, 0.5, vocabulary, group)
+    (log_probs.sum() + 2.0 * entropy.sum()).backward()
+    return log_probs.detach(), entropy.detach(), local.grad
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+def save_and_go_on(context: WorkerContext, setup: Setup, batch: Batch, folder: Path, steps: int) -> dict[str, Tensor]:
+    """``steps`` updates, a checkpoint, and one more update: the weights after it."""
+    part, _ = share(context, batch, ONE_MINI_BATCH)
+    engine = setup.engine(context)
+    if steps:
+        engine.update(part, PROBES[setup.head], epochs=steps)
+    engine.save(folder)
+    engine.update(part, PROBES[setup.head])
+    return {name: parameter.data.clone() for name, parameter in engine.model.named_parameters()}
+
+
+def restore_and_go_on(context: WorkerContext, setup: Setup, batch: Batch, folder: Path) -> dict[str, Tensor]:
+    """A fresh engine takes up the checkpoint and does that one update."""
+    part, _ = share(context, batch, ONE_MINI_BATCH)
+    engine = setup.engine(context)
+    engine.update(part, PROBES[setup.head], lr=0.5)  # something that the checkpoint must undo
+    engine.restore(folder)
+    engine.update(part, PROBES[setup.head])
+    return {name: parameter.data.clone() for name, parameter in engine.model.named_parameters()}

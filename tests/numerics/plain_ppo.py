@@ -89,8 +89,10 @@ def _train(name, model, step, batch, mini_batches, config, optim):
         for number, rows in enumerate(mini_batches):
             tokens = np.concatenate([np.arange(offsets[row], offsets[row + 1]) for row in rows])
             outputs = model.outputs(batch.select(rows))
-            loss = _policy_loss(outputs, step, tokens, config) if name == "policy" else _value_loss(
-                outputs, step, tokens, config
+            loss = (
+                _policy_loss(outputs, step, tokens, config)
+                if name == "policy"
+                else _value_loss(outputs, step, tokens, config)
             )
             optimizer.zero_grad()
             loss.backward()
@@ -120,5 +122,7 @@ def _value_loss(outputs, step, tokens, config):
     value = outputs["values"]
     error = (value - target) ** 2
     if config.value_clip is not None:
-        error = torch.maximum(error, (old + torch.clamp(value - old, -config.value_clip, config.value_clip) - target) ** 2)
+        error = torch.maximum(
+            error, (old + torch.clamp(value - old, -config.value_clip, config.value_clip) - target) ** 2
+        )
     return 0.5 * error.mean()

@@ -207,7 +207,7 @@ def test_validation_from_its_own_file(tmp_path, tokenizer):
 
 
 def test_demonstrations_from_a_file(tmp_path, tokenizer):
-    source = jsonl(tmp_path / "a.jsonl", numbered(3, response="1 2") + [{"prompt": "5 ="}])
+    source = jsonl(tmp_path / "a.jsonl", [*numbered(3, response="1 2"), {"prompt": "5 ="}])
     found = load_demonstrations(
         config(source), WarmupConfig(steps=1), tokenizer, 0, held_out=load_prompts(config(), tokenizer, 0)[1]
     )

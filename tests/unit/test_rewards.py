@@ -98,7 +98,7 @@ def make_pool(functions):
     pools = []
 
     def make(name="act", **arguments):
-        pools.append(RewardPool(name if ":" in name else f"{functions}:{name}", **arguments))
+        pools.append(RewardPool(name if set(":.") & set(name) else f"{functions}:{name}", **arguments))
         return pools[-1]
 
     yield make
@@ -164,6 +164,7 @@ def test_a_hanging_regular_expression_is_killed_on_time(make_pool):
 
 def test_processes_stay_and_share_the_work(make_pool):
     pool = make_pool(processes=2)
+    pool.wait_ready()
     pids = {outcome.score for outcome in score(pool, ["pid"] * 50)}
     assert pids == {outcome.score for outcome in score(pool, ["pid"] * 50)} and len(pids) == 2
 
@@ -176,6 +177,7 @@ def test_what_a_sample_started_is_killed_with_it(make_pool, tmp_path):
 
 def test_a_process_that_dies_between_calls_is_replaced(make_pool):
     pool = make_pool(processes=2)
+    pool.wait_ready()
     pids = [int(outcome.score) for outcome in score(pool, ["pid"] * 20)]
     os.kill(pids[0], signal.SIGKILL)
     wait_until(lambda: not is_running(pids[0]))
@@ -184,6 +186,7 @@ def test_a_process_that_dies_between_calls_is_replaced(make_pool):
 
 def test_close_leaves_no_process(make_pool):
     pool = make_pool(processes=2)
+    pool.wait_ready()
     pids = {int(outcome.score) for outcome in score(pool, ["pid"] * 20)}
     pool.close()
     assert not any(is_running(pid) for pid in pids)
@@ -191,8 +194,8 @@ def test_close_leaves_no_process(make_pool):
 
 def test_processes_die_with_their_parent_even_while_they_hang(functions, tmp_path):
     code = (
-        "import sys, threading\nfrom workers.rewards.pool import RewardPool\n"
-        "pool = RewardPool(sys.argv[1] + ':act', processes=2, timeout_seconds=60)\n"
+        "import sys\nfrom workers.rewards.pool import RewardPool\n"
+        "pool = RewardPool(sys.argv[1] + ':act', processes=2, timeout_seconds=60)\npool.wait_ready()\n"
         "print(*(int(o.score) for o in pool.score([''] * 9, ['pid'] * 9, ['{\"answer\": 0}'] * 9)), flush=True)\n"
         "pool.score([''] * 2, ['hang'] * 2, ['{\"answer\": 0}'] * 2)\n"
     )
@@ -204,16 +207,23 @@ def test_processes_die_with_their_parent_even_while_they_hang(functions, tmp_pat
     wait_until(lambda: not any(is_running(pid) for pid in pids))
 
 
+def cpu_seconds(pid):
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def test_256_samples_of_the_sort_task_take_under_10_ms(make_pool):
+    """In CPU time of all three processes together, which does not depend on what else runs on the machine."""
     pool = make_pool("tasks:sort", processes=2)
+    pool.wait_ready()
     answers = [json.dumps({"task": "sort", "answer": "1 2 3 4"})] * 256
-    seconds = []
-    for _ in range(20):
-        start = time.perf_counter()
+    pids = [os.getpid(), *(child.process.pid for child in pool._children)]
+    start = sum(map(cpu_seconds, pids))
+    for _ in range(40):
         outcomes = pool.score(["4 3 2 1 ="] * 256, ["1 2 4 3"] * 256, answers)
-        seconds.append(time.perf_counter() - start)
+    seconds = (sum(map(cpu_seconds, pids)) - start) / 40
     assert {outcome.score for outcome in outcomes} == {0.5}
-    assert min(seconds) < 0.010, f"{1e3 * min(seconds):.1f} ms"
+    assert seconds < 0.010, f"{1e3 * seconds:.1f} ms"
 
 
 def test_no_samples(make_pool):

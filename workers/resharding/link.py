@@ -53,7 +53,7 @@ class Resharding:
         """Bring the rollout pool to policy ``version``; returns the call that ends it."""
         if self._loaded is None or not self.adapter:
             # Kept until the next update: with the object store the buffers live as long as these references.
-            self._published = self.actor.publish_weights(version, after=self._loaded)
+            self._published = self.actor.publish_weights(version, merged=not self.adapter, after=self._loaded)
             self._loaded = self.rollout.load_weights(self._published, version)
         if self.adapter:
             folder = self.actor.publish_adapter(version, after=self._loaded)

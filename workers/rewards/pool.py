@@ -109,8 +109,8 @@ class RewardPool:
                 self.close()
                 raise child.refused
             if not child.ready and (child.died or time.monotonic() - child.made > self.start_seconds):
-                self.close()
                 how = f"died ({child.ending})" if child.died else f"was not done in {self.start_seconds:g} s"
+                self.close()
                 raise WorkerError(
                     f"the process that loads reward function {self.function} {how}",
                     hint="import the file by itself (python FILE) and see what it does at import",
@@ -195,6 +195,8 @@ class _Child:
                     self.refused = content[0]
         except (EOFError, OSError):
             ended = True
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1.0)  # files close a moment before the exit code is there
         self.died = self.died or ended
         return not self.died
 
