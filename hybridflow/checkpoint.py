@@ -107,7 +107,7 @@ def _write_json(path: Path, value: Any) -> None:
         os.fsync(file.fileno())
 
 
-def _digests(folder: Path) -> dict[str, list]:
+def _digests(folder: Path) -> dict[str, list[Any]]:
     """Size and a digest of the first and last MiB of each file: cheap on terabytes, and finds what cut writes leave."""
     digests = {}
     for path in sorted(folder.rglob("*")):

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from hybridflow.batch.ref import BatchRef, Source
 from hybridflow.errors import HybridFlowError, WorkerError
@@ -168,7 +168,7 @@ class PoolMethod:
         """The columns a call will have written. Rows are known from what each collected rank was given."""
         columns = self._transfer.writes
         if batch is None:
-            ids = [call._all[rank].sample_ids for rank in call.collected]
+            ids = [np.asarray(call._all[rank].sample_ids) for rank in call.collected]
             given = np.split(np.arange(sum(map(len, ids))), np.cumsum([len(i) for i in ids])[:-1])
             sample_ids = np.concatenate(ids)
         else:
@@ -250,7 +250,7 @@ def _failures(call: Call, refs: list[Any]) -> dict[int, HybridFlowError]:
             ray.get(ref)
         except RayTaskError as error:
             failures[call.summaries.index(ref)] = _cause(call, call.summaries.index(ref), error)
-        except RayActorError as error:
+        except RayError as error:  # the actor died, Ray killed it for memory, its node left
             rank = call.summaries.index(ref)
             failures[rank] = WorkerError(
                 f"the process died during {call.method}: {_first_line(error)}",

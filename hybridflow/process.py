@@ -105,7 +105,7 @@ class WorkerProcess:
         return self._layout.coord(self._rank)
 
     # -- being called ------------------------------------------------------------------------------------------------
-    def call(self, role: str, method: str, args: tuple, kwargs: dict, *arguments: Any) -> Summary | tuple:
+    def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], *arguments: Any) -> Any:
         """Run ``role.method``. ``arguments`` are the objects that placeholders in ``args`` and ``kwargs`` stand for.
 
         Returns a ``Summary``, or (``Batch``, ``Summary``) for methods that write columns.
@@ -169,10 +169,10 @@ class WorkerProcess:
         return sorted({name.split(".")[0] for name in sys.modules})
 
 
-RemoteProcess = ray.remote(concurrency_groups={"control": 1})(WorkerProcess)
+RemoteProcess: Any = ray.remote(concurrency_groups={"control": 1})(WorkerProcess)  # type: ignore[call-overload]
 
 
-def _resolve(argument: Any, arguments: tuple) -> Any:
+def _resolve(argument: Any, arguments: tuple[Any, ...]) -> Any:
     if isinstance(argument, BatchSlice):
         return argument.assemble(arguments)
     if isinstance(argument, Collected):

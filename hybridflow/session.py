@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -39,7 +40,7 @@ def connect(launcher: LauncherConfig, *, namespace: str) -> Iterator[DeviceKind]
     address = os.environ.get("RAY_ADDRESS")
     try:
         if address:
-            ray.init(address=address, namespace=namespace, log_to_driver=True, logging_level="ERROR")
+            ray.init(address=address, namespace=namespace, log_to_driver=True, logging_level=logging.ERROR)
         else:
             _start_local(launcher, namespace)
     except (ConnectionError, OSError, ValueError, RuntimeError) as error:
@@ -67,7 +68,7 @@ def _start_local(launcher: LauncherConfig, namespace: str) -> None:
         include_dashboard=launcher.dashboard,
         object_store_memory=None if gpus else 512 * 2**20,
         log_to_driver=True,
-        logging_level="ERROR",
+        logging_level=logging.ERROR,
     )
 
 

@@ -74,7 +74,7 @@ def usage() -> str:
 
 def train(argv: Sequence[str]) -> int | None:
     """``hybridflow train``: check the config, then run the driver of its algorithm."""
-    loaded = load("hybridflow.config:load_config")(argv)
+    loaded = load("hybridflow.config.loader:load_config")(argv)
     if loaded.print_config:
         print(loaded.print_config, end="")
         return 0
@@ -86,7 +86,7 @@ def config(argv: Sequence[str]) -> int:
     keys = [argument for argument in argv if argument not in ("--explain", "-h", "--help")]
     if unknown := [key for key in keys if key.startswith("-")]:
         raise ConfigError(f"there is no option {unknown[0]}", hint="hybridflow config actor.optim.lr explains one key")
-    explain = load("hybridflow.config:explain")
+    explain = load("hybridflow.config.show:explain")
     print("\n".join(explain(key) for key in keys or [""]))
     return 0
 

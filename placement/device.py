@@ -46,7 +46,7 @@ def kind_of(resources: Mapping[str, float]) -> DeviceKind:
     return CUDA if resources.get("GPU", 0) >= 1 else CPU
 
 
-def parse_devices(value: int | str | Sequence, where: str) -> tuple[int, ...]:
+def parse_devices(value: int | str | Sequence[int | str], where: str) -> tuple[int, ...]:
     """Device ids from ``0``, ``"cuda:0"``, ``"cuda:0-3"``, ``"0,1"`` or a list of these; sorted, without repeats.
 
     Raises:

@@ -46,7 +46,7 @@ class Layout:
     def for_world(cls, world_size: int, *, tp: int = 1, pp: int = 1, cp: int = 1, where: str = "layout") -> Layout:
         """The layout that fills ``world_size`` ranks: DP is what TP x PP x CP leaves."""
         model = tp * pp * cp
-        if world_size % model:
+        if world_size < 1 or world_size % model:
             raise ConfigError(
                 f"{world_size} devices cannot be cut into model copies of TP {tp} x PP {pp} x CP {cp} = {model}",
                 hint=f"use a multiple of {model} devices, or sizes whose product divides {world_size}",

@@ -88,8 +88,7 @@ class Batch:
         arrays = {"sample_id": pa.array(np.asarray(sample_id, dtype=np.int64))}
         for name, values in columns.items():
             arrays[name] = _to_arrow(_column(name), values, len(arrays["sample_id"]))
-        _check_same_ragged_lengths(arrays)
-        return cls(pa.table(arrays))
+        return cls(pa.table(arrays))._checked()
 
     @classmethod
     def empty(cls, columns: Sequence[str]) -> Batch:
@@ -161,7 +160,7 @@ class Batch:
             array = _to_arrow(_column(name), values, len(self))
             position = table.column_names.index(name) if name in table.column_names else None
             table = table.append_column(name, array) if position is None else table.set_column(position, name, array)
-        return Batch(table, self.plan)
+        return Batch(table, self.plan)._checked()
 
     def join(self, other: Batch) -> Batch:
         """Columns of both, matched by ``sample_id``; both must hold the same samples (in any order)."""
@@ -171,7 +170,24 @@ class Batch:
         for name in aligned.column_names:
             if name not in table.column_names:
                 table = table.append_column(name, aligned.column(name))
-        return Batch(table.combine_chunks(), self.plan)
+        return Batch(table.combine_chunks(), self.plan)._checked()
+
+    def _checked(self) -> Batch:
+        """Itself, if all columns over the same tokens agree on the length of each row; else ValueError."""
+        first: dict[Over, tuple[str, np.ndarray]] = {}
+        for name in self.columns:
+            over = COLUMNS[name].over
+            if over not in _RAGGED:
+                continue
+            lengths = self.ragged(name).lengths
+            known, expected = first.setdefault(over, (name, lengths))
+            if not np.array_equal(expected, lengths):
+                row = int(np.flatnonzero(expected != lengths)[0])
+                raise ValueError(
+                    f"columns {known!r} and {name!r} both run over each {over.value}, "
+                    f"but row {row} has {expected[row]} and {lengths[row]}"
+                )
+        return self
 
     def __repr__(self) -> str:
         return f"Batch({len(self)} samples: {', '.join(self.columns)})"
@@ -180,6 +196,9 @@ class Batch:
 def match_ids(wanted: np.ndarray, have: np.ndarray) -> np.ndarray:
     """For each id of ``wanted``, its position in ``have``; both must be the same set."""
     order = np.argsort(have, kind="stable")
+    twice = have[order][1:][np.diff(have[order]) == 0]
+    if len(twice):
+        raise ValueError(f"sample ids occur twice: {np.unique(twice)[:5].tolist()}")
     position = np.searchsorted(have, wanted, sorter=order)
     rows = order[np.minimum(position, len(order) - 1)] if len(order) else np.empty(0, np.int64)
     if len(wanted) != len(have) or not np.array_equal(have[rows], wanted):
@@ -213,19 +232,3 @@ def _to_arrow(column: Column, values: Any, count: int) -> pa.Array:
     if len(array) != count:
         raise ValueError(f"column {column.name!r} has {len(array)} rows, the batch has {count}")
     return array
-
-
-def _check_same_ragged_lengths(arrays: dict[str, pa.Array]) -> None:
-    first: dict[Over, tuple[str, np.ndarray]] = {}
-    for name, array in arrays.items():
-        over = COLUMNS[name].over
-        if over not in _RAGGED:
-            continue
-        lengths = np.diff(array.offsets.to_numpy())
-        known = first.setdefault(over, (name, lengths))
-        if not np.array_equal(known[1], lengths):
-            row = int(np.flatnonzero(known[1] != lengths)[0])
-            raise ValueError(
-                f"columns {known[0]!r} and {name!r} both run over each {over.value}, "
-                f"but row {row} has {known[1][row]} and {lengths[row]}"
-            )

@@ -112,6 +112,6 @@ def _deal(rows: np.ndarray, lengths: np.ndarray, dp: int) -> list[np.ndarray]:
     load = np.zeros(dp, dtype=np.int64)
     owner = np.empty(len(rows), dtype=np.int64)
     for position in np.argsort(-lengths[rows], kind="stable"):
-        owner[position] = int(np.lexsort((np.arange(dp), load))[0])
+        owner[position] = load.argmin()
         load[owner[position]] += lengths[rows[position]]
     return [rows[owner == rank] for rank in range(dp)]

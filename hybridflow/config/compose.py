@@ -20,7 +20,6 @@ from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.default_element import ResultDefault
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf.errors import OmegaConfBaseException
@@ -206,7 +205,7 @@ def _hydra_layers(defaults: list[Any], choices: list[str], folders: Sequence[Pat
                 .config_loader()
                 .compute_defaults_list(
                     config_name=_ROOT,
-                    overrides=OverridesParser.create().parse_overrides(choices),  # type: ignore[arg-type]
+                    overrides=choices,
                     run_mode=RunMode.RUN,
                 )
             )

@@ -60,9 +60,11 @@ def device_map(draft: Draft) -> None:
 
 def layouts(draft: Draft) -> None:
     """Cut each role's devices into model copies; what is left over is data parallelism."""
+    tp, pp = _sizes(draft)
+    if tp == 1:
+        draft.adjust("mcore_config.sequence_parallel", False, "TP is 1, there is nothing to cut along the sequence")
     if draft.devices is None:
         return
-    tp, pp = _sizes(draft)
     dp: dict[tuple[int, ...], int] = {}
     for role in TRAINED:
         devices = get(draft.config, f"device_map.{role}")
@@ -75,8 +77,6 @@ def layouts(draft: Draft) -> None:
             )
             dp[devices] = -1  # said once for all roles on these devices
     _rollout_layout(draft)
-    if tp == 1:
-        draft.adjust("mcore_config.sequence_parallel", False, "TP is 1, there is nothing to cut along the sequence")
     _fsdp(draft, max(dp.values()))
 
 

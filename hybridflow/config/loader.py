@@ -47,7 +47,7 @@ class LoadedConfig:
         name: of the config ("defaults" if none was asked for).
         verbose: the option of this name; print_config: ``resolved_yaml`` if the option was given, else "".
         code: digest of each registered file or module.
-        model, critic_model: facts of the model folders.
+        model, critic_model: facts of the model folders; memory_gb: of a GPU of this machine, None without one.
         places: ``file:line`` or ``command line`` of each key and block that was given.
     """
 
@@ -62,6 +62,7 @@ class LoadedConfig:
     code: dict[str, str] = dataclasses.field(default_factory=dict)
     model: ModelInfo | None = None
     critic_model: ModelInfo | None = None
+    memory_gb: float | None = None
     places: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
@@ -80,7 +81,7 @@ class LoadedConfig:
         Raises:
             InvalidConfigError: the config does not fit these machines.
         """
-        draft = Draft(self.written, devices, device_type, self.model, self.critic_model, self.given)
+        draft = Draft(self.written, devices, device_type, self.model, self.critic_model, self.given, self.memory_gb)
         resolve_draft(draft)
         if draft.problems:
             raise InvalidConfigError(located(draft.problems, self.places))
@@ -105,8 +106,8 @@ def load_config(
     """Compose, check and resolve the config that ``argv`` asks for. Needs neither torch nor ray.
 
     Args:
-        devices, device_type: of the run. None: those of this machine (its GPUs, else one logical CPU device); on a
-            machine without GPUs that is to use a Ray cluster (RAY_ADDRESS) they stay unknown until ``LoadedConfig.on``.
+        devices, device_type: of the run. None: those of this machine (its GPUs, else one logical CPU device); with a
+            Ray cluster named by RAY_ADDRESS they stay unknown, and what depends on them waits for ``LoadedConfig.on``.
 
     Raises:
         InvalidConfigError: everything that is wrong, in one error.
@@ -117,7 +118,7 @@ def load_config(
     config, wrong = validate(composed)
     problems += wrong
     gpus = local_gpus()
-    if gpus or not os.environ.get("RAY_ADDRESS"):
+    if not os.environ.get("RAY_ADDRESS"):
         devices, device_type = devices or gpus or 1, device_type or ("cuda" if gpus else "cpu")
     model, critic = _models(config, problems)
     given = frozenset(".".join(path) for path in composed.given & composed.values.keys())
@@ -138,6 +139,7 @@ def load_config(
         code=code,
         model=model,
         critic_model=critic,
+        memory_gb=draft.memory_gb,
         places=places,
     )
     return dataclasses.replace(loaded, print_config=loaded.resolved_yaml) if options.print_config else loaded

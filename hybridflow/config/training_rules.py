@@ -20,7 +20,7 @@ def run_length(draft: Draft) -> None:
     elif training.total_steps is not None and training.num_epochs is not None:
         draft.note(
             "training.num_epochs",
-            f"the run ends after {training.total_steps} steps or {training.num_epochs} passes over the prompts, "
+            f"the run ends after total_steps ({training.total_steps}) or so many passes over the prompts, "
             "whichever comes first",
         )
 

@@ -134,9 +134,14 @@ def _interpolate(composed: Composed) -> list[Problem]:
     return problems
 
 
+@functools.cache
+def _adapter() -> TypeAdapter[Config]:
+    return TypeAdapter(Config)
+
+
 def _typed(composed: Composed) -> tuple[Config, list[Problem]]:
     """Build the dataclasses; a value of the wrong type becomes a problem and falls back to its default."""
-    adapter = TypeAdapter(Config)
+    adapter = _adapter()
     values = dict(composed.values)
     try:
         return adapter.validate_python(_nested(values)), []

@@ -120,7 +120,8 @@ class Summary:
 
 
 _STEP_LINE = (
-    ("reward {:6.3f} +-{:.2f}", "reward/mean", "reward/std"),
+    ("reward {:6.3f}", "reward/mean"),
+    ("spread {:.2f}", "reward/std"),
     ("kl {:7.4f}", "kl/actor_reference"),
     ("loss {:8.4f}", "loss/policy"),
     ("value {:7.4f}", "loss/value"),

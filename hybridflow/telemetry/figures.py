@@ -48,7 +48,7 @@ def curves(records: Records) -> list[dict[str, Any]]:
             used = sorted({row for row, _ in traces})
             for row, trace in traces:
                 trace["yaxis"] = _axis("y", used.index(row))
-            layout = _rows([panels[row][0] for row in used]) | {"showlegend": len(traces) > len(used)}
+            layout = _rows(records, [panels[row][0] for row in used]) | {"showlegend": len(traces) > len(used)}
             if "mismatch" in traces[0][1]["name"]:
                 layout["yaxis"] |= {"type": "log", "exponentformat": "power"}
             charts.append({"title": title, "text": text, "data": [trace for _, trace in traces], "layout": layout})
@@ -76,7 +76,7 @@ def phases(records: Records) -> dict[str, Any] | None:
         }
         for name in sorted(totals, key=lambda name: -totals[name])
     ]
-    layout = _rows(["seconds"]) | {"barmode": "stack", "bargap": 0, "showlegend": True}
+    layout = _rows(records, ["seconds"]) | {"barmode": "stack", "bargap": 0, "showlegend": True}
     return {"title": "Time by phase", "text": "wall time of the driver, step by step", "data": data, "layout": layout}
 
 
@@ -132,13 +132,15 @@ def _thinned(steps: list[int]) -> list[int]:
     return steps[::-stride][::-1]
 
 
-def _rows(titles: Sequence[str]) -> dict[str, Any]:
+def _rows(records: Records, titles: Sequence[str]) -> dict[str, Any]:
     """Axes of one or two panels, one under the other, the first the taller."""
     domains = [[0.0, 1.0]] if len(titles) == 1 else [[0.42, 1.0], [0.0, 0.3]]
     layout: dict[str, Any] = {
         "xaxis": {"title": {"text": "step"}, "anchor": _axis("y", len(titles) - 1)},
         "hovermode": "x unified",
     }
+    if len(records) <= 12:
+        layout["xaxis"]["dtick"] = 1  # no half steps
     for index, title in enumerate(titles):
         layout[f"yaxis{index + 1 if index else ''}"] = {"title": {"text": title}, "domain": domains[index]}
         if title in FROM_ZERO:

@@ -48,7 +48,7 @@ class JsonlFile:
 
     def append(self, record: Mapping[str, Any]) -> None:
         try:
-            self._file.write(json.dumps(_finite(record), ensure_ascii=False, allow_nan=False) + "\n")
+            self._file.write(_line(record))
         except OSError as error:
             raise unwritable(self.path, error) from error
 
@@ -61,7 +61,7 @@ class JsonlFile:
     def _keep_until(self, step: int) -> None:
         kept = [record for record in read_jsonl(self.path) if step and record["step"] <= step]
         aside = self.path.with_suffix(".tmp")
-        aside.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept), encoding="utf-8")
+        aside.write_text("".join(map(_line, kept)), encoding="utf-8")
         os.replace(aside, self.path)
 
 
@@ -72,6 +72,12 @@ def unwritable(path: Path, error: OSError) -> ResourceError:
         hint="make room there, or choose another folder with log_dir=...; the run resumes from its last checkpoint",
         where=str(path.parent),
     )
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    """A line that stays readable in any language; line breaks that only some readers know are escaped."""
+    text = json.dumps(_finite(record), ensure_ascii=False, allow_nan=False)
+    return text.translate({0x85: "\\u0085", 0x2028: "\\u2028", 0x2029: "\\u2029"}) + "\n"
 
 
 def _finite(value: Any) -> Any:

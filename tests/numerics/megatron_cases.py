@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
 from hybridflow.batch.batch import Batch, Ragged
@@ -19,14 +18,14 @@ from hybridflow.telemetry.metrics import Mean
 from hybridflow.worker import WorkerContext
 from placement.layout import Layout
 from workers.megatron import shard_map, weights
-from workers.megatron.context import initialize
 from workers.megatron.engine import MegatronEngine
 from workers.megatron.passes import Loss
 from workers.megatron.vocab_parallel import log_probs_and_entropy
 
 SGD = OptimConfig(name="sgd", lr=0.1, weight_decay=0.0, grad_clip=1.0)
 ADAM = OptimConfig(name="adam", lr=1e-3, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-3, grad_clip=1.0)
-ONE_MINI_BATCH = Planner(mini_batch_size=1000, max_tokens=64, max_sequences=3, seed=1)
+# Without DP the rows stay in the batch's order.
+ONE_MINI_BATCH = Planner(mini_batch_size=1000, max_tokens=64, max_sequences=3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +142,7 @@ def export_and_score(context: WorkerContext, setup: Setup, folder: Path, batch: 
     return engine.log_probs(share(context, batch, ONE_MINI_BATCH)[0])
 
 
-def export_critic(context: WorkerContext, setup: Setup, folder: Path) -> None:
+def export(context: WorkerContext, setup: Setup, folder: Path) -> None:
     setup.engine(context).export(folder)
 
 
@@ -249,31 +248,33 @@ def not_finite(context: WorkerContext, setup: Setup, batch: Batch, planner: Plan
 
 def vocabulary_shares(context: WorkerContext, logits: Tensor, targets: Tensor, vocabulary: int) -> Any:
     """Log-probs, entropy and this rank's share of the logits' gradient, under temperature 0.5."""
-    initialize(context.layout, 0, "cpu")
     local = logits.chunk(context.layout.tp, -1)[context.coord.tp].clone().requires_grad_()
-    group = parallel_state.get_tensor_model_parallel_group()
-    log_probs, entropy = log_probs_and_entropy(local, targets, 0.5, vocabulary, group)
+    log_probs, entropy = log_probs_and_entropy(local, targets, 0.5, vocabulary, torch.distributed.group.WORLD)
     (log_probs.sum() + 2.0 * entropy.sum()).backward()
     return log_probs.detach(), entropy.detach(), local.grad
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
-def save_and_go_on(context: WorkerContext, setup: Setup, batch: Batch, folder: Path, steps: int) -> dict[str, Tensor]:
-    """``steps`` updates, a checkpoint, and one more update: the weights after it."""
+def save_and_go_on(context: WorkerContext, setup: Setup, batch: Batch, folder: Path, steps: int) -> Any:
+    """``steps`` updates, a checkpoint, and one more update: local and whole weights after it."""
     part, _ = share(context, batch, ONE_MINI_BATCH)
     engine = setup.engine(context)
     if steps:
         engine.update(part, PROBES[setup.head], epochs=steps)
     engine.save(folder)
     engine.update(part, PROBES[setup.head])
-    return {name: parameter.data.clone() for name, parameter in engine.model.named_parameters()}
+    return {name: parameter.data.clone() for name, parameter in engine.model.named_parameters()}, whole(
+        engine, engine.parameters()
+    )
 
 
-def restore_and_go_on(context: WorkerContext, setup: Setup, batch: Batch, folder: Path) -> dict[str, Tensor]:
+def restore_and_go_on(context: WorkerContext, setup: Setup, batch: Batch, folder: Path) -> Any:
     """A fresh engine takes up the checkpoint and does that one update."""
     part, _ = share(context, batch, ONE_MINI_BATCH)
     engine = setup.engine(context)
     engine.update(part, PROBES[setup.head], lr=0.5)  # something that the checkpoint must undo
     engine.restore(folder)
     engine.update(part, PROBES[setup.head])
-    return {name: parameter.data.clone() for name, parameter in engine.model.named_parameters()}
+    return {name: parameter.data.clone() for name, parameter in engine.model.named_parameters()}, whole(
+        engine, engine.parameters()
+    )

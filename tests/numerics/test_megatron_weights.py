@@ -71,27 +71,27 @@ def test_mistral_and_llama3_rotary_embeddings(world: World, tmp_path: Path) -> N
 
 def test_bfloat16_round_trip_over_four_ranks(world: World, tmp_path: Path) -> None:
     source = tiny_model(tmp_path / "source", dtype="bfloat16", vocab_size=97)
-    world.run(cases.export_critic, Layout(tp=2, dp=2), Setup(source, dtype="bfloat16"), tmp_path / "out")
+    world.run(cases.export, Layout(tp=2, dp=2), Setup(source, dtype="bfloat16"), tmp_path / "out")
     assert_same_weights(tmp_path / "out", source)
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_a_critic_keeps_its_value_head(world: World, critic: Path, llama: Path, tmp_path: Path) -> None:
     setup = Setup(critic, head="value")
-    world.run(cases.export_critic, Layout(tp=2, pp=2), setup, tmp_path / "out")
+    world.run(cases.export, Layout(tp=2, pp=2), setup, tmp_path / "out")
     theirs = stored(critic)
     del theirs["lm_head.weight"]
     ours = stored(tmp_path / "out")
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    world.run(cases.export_critic, Layout(), Setup(llama, head="value"), tmp_path / "fresh")
+    world.run(cases.export, Layout(), Setup(llama, head="value"), tmp_path / "fresh")
     assert not stored(tmp_path / "fresh")["value_head.weight"].any()
 
 
 def test_an_export_replaces_the_folder_it_came_from(world: World, tmp_path: Path) -> None:
     source = tiny_model(tmp_path / "source")
     before = stored(source)
-    world.run(cases.export_critic, Layout(), Setup(source), source)
+    world.run(cases.export, Layout(), Setup(source), source)
     assert all(torch.equal(tensor, before[name]) for name, tensor in stored(source).items())
 
 

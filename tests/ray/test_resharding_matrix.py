@@ -1,11 +1,10 @@
-"""Weights between real pools: a Megatron actor of TP 2 with LoRA, and two replicas of a vLLM engine that takes adapters.
+"""Weights between real pools: a Megatron actor of TP 2 with LoRA, and two vLLM replicas that take adapters.
 
 Every layout into every layout is compared bitwise in ``tests/contract/test_vllm.py``; here the way through the pools.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from hybridflow.batch.plan import Planner
@@ -28,6 +27,7 @@ from workers.resharding.link import Resharding
 pytestmark = [pytest.mark.ray, pytest.mark.engine]
 ROLES = {
     "source": "tests.ray.roles:Source",
+    "mismatch": "tests.ray.mismatch_role:Mismatch",
     "actor": "workers.actor:ActorWorker",
     "rollout": "workers.rollout:RolloutWorker",
 }
@@ -42,6 +42,7 @@ def folder(tmp_path_factory):
 def pools(ray_session, folder):
     demands = [
         RoleDemand("source", "cpu"),
+        RoleDemand("mismatch", "cpu"),
         RoleDemand("actor", "megatron", Layout(tp=2), (0, 1)),
         RoleDemand("rollout", "vllm", Layout(dp=2), (2, 3)),
     ]
@@ -65,10 +66,9 @@ def step(pools, link: Resharding, version: int) -> tuple[float, object]:
     batch = pools["source"].prompts(16)
     batch = batch.join(pools["rollout"].generate(batch, version=version)).with_plan(Planner(16, 4096, 16))
     batch = batch.join(pools["actor"].compute_log_probs(batch))
-    fetched = batch.fetch()
-    difference = fetched.ragged("log_probs").values - fetched.ragged("rollout_log_probs").values
-    assert fetched.scalar("policy_version").tolist() == [version] * 16
-    return float(np.abs(difference).max()), batch
+    difference, versions = pools["mismatch"].compare(batch).result()[0]
+    assert versions == [version]
+    return difference, batch
 
 
 def link_of(pools, folder, protocol: str, *, adapter: bool) -> Resharding:
@@ -85,9 +85,9 @@ def test_merged_weights_by_each_protocol_after_each_update(pools, folder, protoc
         assert difference < 1e-4
         pools["actor"].update_supervised(batch, lr=0.05).result()
     assert step(pools, link, 2)[0] < 1e-4
-    stale = pools["source"].prompts(16)
+    prompts = pools["source"].prompts(16)
     with pytest.raises(NumericsError, match="holds policy version 2, the step expects 3"):
-        pools["rollout"].generate(stale, version=3).call.result()
+        pools["rollout"].generate(prompts, version=3).call.result()
 
 
 def test_adapters_after_the_base(pools, folder):

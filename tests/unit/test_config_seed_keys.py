@@ -1,4 +1,4 @@
-"""Every key of the tutorial: honoured, adjusted with a line of the run card, or refused with the reason. One test each."""
+"""Every key of the tutorial: honoured, adjusted with a line of the run card, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -64,11 +64,16 @@ OTHERS = {  # each has a test of its own below
 }
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny(tmp_path_factory.mktemp("model") / "tiny")
+
+
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, monkeypatch, model):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    tiny("tiny")
+    Path("tiny").symlink_to(model)
 
 
 def loaded(*overrides, devices=1, device_type="cpu"):
@@ -224,9 +229,10 @@ def test_rollout_batch_defaults_to_one_mini_batch():
 
 
 def test_mini_batch_needs_a_sequence_for_each_rank():
-    assert "fewer than the 4" in refusals("training.ppo_mini_batch_size=2", devices=4)[
-        "training.ppo_mini_batch_size"
-    ].message
+    assert (
+        "fewer than the 4"
+        in refusals("training.ppo_mini_batch_size=2", devices=4)["training.ppo_mini_batch_size"].message
+    )
 
 
 def test_gradient_accumulation_steps():
@@ -288,9 +294,10 @@ def test_device_map_on_cpu():
 
 
 def test_device_map_is_checked():
-    assert "does not exist" in refusals("device_map.critic=cuda:5", devices=2, device_type="cuda")[
-        "device_map.critic"
-    ].message
+    assert (
+        "does not exist"
+        in refusals("device_map.critic=cuda:5", devices=2, device_type="cuda")["device_map.critic"].message
+    )
     half = refusals("device_map.actor=[0,1]", "device_map.critic=1")
     assert "share [1] but not all" in half["device_map.critic"].message
     assert "names no device" in refusals("device_map.actor=gpu-x")["device_map.actor"].message
@@ -303,9 +310,10 @@ def test_layout_is_checked():
     assert "4 attention heads" in refusals(f"{tp}=3", devices=3)[tp].message
     assert "2 layers" in refusals(f"{pp}=3", devices=3)[pp].message
     assert "3 devices of the actor" in refusals(f"{tp}=2", devices=3)[tp].message
-    assert "3 does not divide" in refusals("rollout.tensor_model_parallel_size=3", devices=3)[
-        "rollout.tensor_model_parallel_size"
-    ].message
+    assert (
+        "3 does not divide"
+        in refusals("rollout.tensor_model_parallel_size=3", devices=3)["rollout.tensor_model_parallel_size"].message
+    )
     assert loaded("rollout.tensor_model_parallel_size=4", devices=4).config.rollout.replicas == 1
     assert "are 2 replicas, not 3" in refusals("rollout.replicas=3", devices=2)["rollout.replicas"].message
 

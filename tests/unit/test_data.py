@@ -318,6 +318,8 @@ def test_failed_samples_teach_nothing(folder):
         assert np.array_equal(np.concatenate([column[0], column[2]]), alone.ragged(name).values)
     assert not result.ragged("advantages")[1].any()
     assert np.array_equal(result.ragged("returns")[1], batch.ragged("values")[1])
+    none, _ = data.compute_advantages(scored_batch([float("nan")] * 3), kl_coef=0.1)
+    assert not none.ragged("advantages").values.any()
     whole, _ = data.compute_advantages(scored_batch([1.0, 0.0, 0.5]), kl_coef=0.1)
     assert whole.ragged("advantages")[1].any()
 

