@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import ray
 
 from hybridflow.config import LoadedConfig, load_config
+from hybridflow.data.sources import check_source
 from hybridflow.errors import HybridFlowError
 from hybridflow.run import Placed, Run
 from hybridflow.telemetry.console import print_failure
@@ -17,13 +18,16 @@ Train = Callable[[Run], None]
 
 
 def run_job(train: Train, argv: Sequence[str]) -> int:
-    """Run ``train`` as the command line says. Problems of the config are all said before Ray is started.
+    """Run ``train`` as the command line says. Problems of the config and of the data's form are said before
+    Ray is started.
 
     Returns:
         0, or the exit code of what went wrong: 2 config and data, 3 resources, 4 a worker, 5 numerics, 130 interrupted.
     """
     try:
         loaded = load_config(argv)
+        for source in (loaded.config.data.train, loaded.config.data.validation):
+            check_source(source, loaded.config.data)
     except HybridFlowError as error:
         print_failure(error)
         return error.exit_code
@@ -36,7 +40,7 @@ def run_job(train: Train, argv: Sequence[str]) -> int:
             train(run)
             run.succeed()
         return 0
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - the end of the line: told in a box, and in the exit code
         return run.fail(error)
 
 

@@ -14,6 +14,7 @@ from hybridflow.errors import HybridFlowError
 
 Facts = list[tuple[str, str]]
 BOX_WIDTH = 100
+BOX_LINES = 12  # of the message: Ray's own can have a hundred
 
 # The step line says where time went in three words; a phase that is not named here belongs to training.
 # Evaluation and checkpoints lie between steps, and are not shown.
@@ -162,6 +163,9 @@ def failure_lines(error: BaseException, *, step: int = 0, phase: str = "", log: 
         hint = "the same command goes on from the last checkpoint, or starts afresh where there is none"
     else:
         title, message, hint, where = type(error).__name__, str(error) or "no message", "the traceback is above", ""
+    told = message.splitlines()
+    if len(told) > BOX_LINES:
+        message = "\n".join([*told[:BOX_LINES], f"... {len(told) - BOX_LINES} more lines"])
     during = " ".join(part for part in (f"step {step}" if step else "", f"({phase})" if phase else "") if part)
     lines = [("", message), ("where", where), ("during", during), ("log", log), ("hint", hint)]
     return title, [f"{label}: {text}" if label else text for label, text in lines if text]

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hybridflow.telemetry.timeline import DRIVER
+
 Records = Mapping[int, Mapping[str, float | None]]  # step -> metrics
 MAX_POINTS = 2000
 GANTT_RANKS = 4  # of each pool
@@ -50,7 +52,7 @@ def curves(records: Records) -> list[dict[str, Any]]:
                 trace["yaxis"] = _axis("y", used.index(row))
             layout = _rows(records, [panels[row][0] for row in used]) | {"showlegend": len(traces) > len(used)}
             if "mismatch" in traces[0][1]["name"]:
-                layout["yaxis"] |= {"type": "log", "exponentformat": "power"}
+                layout["yaxis"] |= {"type": "log"}
             charts.append({"title": title, "text": text, "data": [trace for _, trace in traces], "layout": layout})
     return charts
 
@@ -92,7 +94,9 @@ def gantt(events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     begin = min(event["ts"] for event in spans)
     rows: dict[str, str] = {}
     by_name: dict[str, list[Mapping[str, Any]]] = {}
-    for event in sorted(spans, key=lambda event: (event["pid"], event["tid"], event["ts"])):
+    for event in sorted(
+        spans, key=lambda event: (pools.get(event["pid"]) != DRIVER, event["pid"], event["tid"], event["ts"])
+    ):
         by_name.setdefault(event["name"], []).append(event)
         rows[_row(pools, event)] = ""
     data = [
@@ -142,7 +146,11 @@ def _rows(records: Records, titles: Sequence[str]) -> dict[str, Any]:
     if len(records) <= 12:
         layout["xaxis"]["dtick"] = 1  # no half steps
     for index, title in enumerate(titles):
-        layout[f"yaxis{index + 1 if index else ''}"] = {"title": {"text": title}, "domain": domains[index]}
+        layout[f"yaxis{index + 1 if index else ''}"] = {
+            "title": {"text": title},
+            "domain": domains[index],
+            "nticks": 4 if index else 6,
+        }
         if title in FROM_ZERO:
             layout[f"yaxis{index + 1 if index else ''}"]["rangemode"] = "tozero"
     return layout
@@ -154,4 +162,4 @@ def _axis(letter: str, index: int) -> str:
 
 def _row(pools: Mapping[int, str], event: Mapping[str, Any]) -> str:
     pool = pools.get(event["pid"], str(event["pid"]))
-    return pool if pool == "driver" else f"{pool} {event['tid']}"
+    return pool if pool == DRIVER else f"{pool} {event['tid']}"

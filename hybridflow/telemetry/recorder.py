@@ -187,7 +187,7 @@ class Recorder:
         except (OSError, HybridFlowError) as second:  # such as a full disk, which may be the very cause
             self.warn(f"the run folder is incomplete ({first_line(second)})")
         self.console.failure(
-            error, step=self.timeline.step, phase=self.timeline.failed_in, log=log or str(self.run_dir)
+            error, step=self.timeline.step, phase=self.timeline.failed_in, log=log or str(self.run_dir / "summary.json")
         )
 
     def _end(self, status: str, **more: Any) -> Summary:

@@ -79,23 +79,26 @@ def read_records(folder: Path) -> Records:
 
 
 def _choose(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """Best and worst of some steps, evenly spaced over the run, the last step first."""
+    """Best, worst and failed ones of some steps, evenly spaced over the run, the newest first."""
+    by_step: dict[tuple[int, bool], list[Sample]] = {}
+    for sample in samples:
+        by_step.setdefault((sample.step, sample.held_out), []).append(sample)
+    picked = {key for held_out in (True, False) for key in _spread(sorted(k for k in by_step if k[1] is held_out))}
     chosen = []
-    for held_out in (True, False):
-        by_step: dict[int, list[Sample]] = {}
-        for sample in samples:
-            if sample.held_out == held_out:
-                by_step.setdefault(sample.step, []).append(sample)
-        steps = sorted(by_step)
-        count = min(SAMPLE_STEPS, len(steps))
-        picked = {steps[round(i * (len(steps) - 1) / max(1, count - 1))] for i in range(count)}
-        for step in sorted(picked, reverse=True):
-            best, worst = extremes(by_step[step], SAMPLES_EACH)
-            failed = [sample for sample in by_step[step] if sample.reward is None][:SAMPLES_EACH]
-            groups = {"best": best, "worst": worst, "failed": failed}
-            label = f"step {step}{', held-out' if held_out else ''}"
-            chosen.append({"label": label} | {name: [asdict(s) for s in group] for name, group in groups.items()})
+    for step, held_out in sorted(picked, reverse=True):
+        group = by_step[step, held_out]
+        best, worst = extremes(group, SAMPLES_EACH)
+        failed = [sample for sample in group if sample.reward is None][:SAMPLES_EACH]
+        lists = {"best": best, "worst": worst, "failed": failed}
+        label = f"step {step}{', held-out' if held_out else ''}"
+        chosen.append({"label": label} | {name: [asdict(sample) for sample in lists[name]] for name in lists})
     return chosen
+
+
+def _spread(keys: list[tuple[int, bool]]) -> list[tuple[int, bool]]:
+    """At most ``SAMPLE_STEPS`` of them, evenly spaced, the first and the last among them."""
+    count = min(SAMPLE_STEPS, len(keys))
+    return [keys[round(i * (len(keys) - 1) / max(1, count - 1))] for i in range(count)]
 
 
 def _tiles(records: Records, summary: Mapping[str, Any]) -> str:

@@ -139,8 +139,13 @@ def test_missing_and_stale_weights_are_refused(single):
     assert "holds policy version 22, the step expects 21" in single["old_version"]
 
 
-def test_a_prompt_without_room_for_a_response_is_refused(single):
+def test_prompts_that_cannot_be_answered_are_refused(single):
     assert "ConfigError: a prompt of 96 tokens (row 0) leaves no room" in single["no_room"]
+    assert "a prompt holds token id 250, the model has 250 tokens" in single["foreign"]
+
+
+def test_a_replica_without_samples_returns_none(single):
+    assert single["nothing"] == 0
 
 
 def test_new_weights_forget_the_prefix_cache(single):
@@ -150,8 +155,10 @@ def test_new_weights_forget_the_prefix_cache(single):
 
 
 def test_sleep_frees_the_kv_cache_and_wake_brings_it_back(single):
-    assert single["kv_asleep"] == 0
-    assert single["kv_awake"] > 0
+    assert single["kv_used"] > 100_000
+    assert single["kv_left"] < 8192  # the rest of the first and last page may belong to others
+    assert single["freed"] > single["kv_used"] // 2
+    assert all("WorkerError: rollout dp=0 tp=0 pp=0: the engine is asleep" in text for text in single["asleep"])
     assert single["same_after_wake"]
 
 

@@ -274,6 +274,8 @@ def _generation(engine: Any, model: Any) -> dict[str, Any]:
     again, _ = engine.generate(batch.select(np.arange(31, 10, -2)), version=20)
     greedy, _ = engine.generate(batch, version=20, greedy=True)
     long = Batch.of([0], prompt_tokens=[np.full(96, 11, dtype=np.int32)])
+    foreign = Batch.of([0], prompt_tokens=[np.full(4, 250, dtype=np.int32)])
+    nothing, _ = engine.generate(batch.select(np.arange(0)), version=20)
     return {
         "responses": rows_of(result),
         "reasons": result.text("finish_reason"),
@@ -284,6 +286,8 @@ def _generation(engine: Any, model: Any) -> dict[str, Any]:
         "greedy": is_greedy(model, batch, greedy),
         "greedy_error": hf_error(model, batch, greedy),
         "truncated": metrics["response/clipped_fraction"].value,
+        "nothing": len(nothing),
+        "foreign": message(engine.generate, foreign, version=20),
         "no_room": message(engine.generate, long, version=20),
         "stale": message(engine.generate, batch, version=21),
     }
@@ -313,12 +317,26 @@ def _residency(engine: Any) -> dict[str, Any]:
 
     batch = prompts(16)
     before, _ = engine.generate(batch, version=22)
+    (storage,) = internals.kv_storages(engine._engine)
+    cache = torch.empty(0, dtype=torch.uint8).set_(storage)
+    used, resident = int(cache.count_nonzero()), _resident()
     engine.sleep()
-    asleep = sum(storage.nbytes() for storage in internals.kv_storages(engine._engine))
+    freed, left = resident - _resident(), int(cache.count_nonzero())
+    asleep = message(engine.generate, batch, version=22), message(engine.parameters)
     engine.wake()
-    awake = sum(storage.nbytes() for storage in internals.kv_storages(engine._engine))
     after, _ = engine.generate(batch, version=22)
-    return {"kv_asleep": asleep, "kv_awake": awake, "same_after_wake": rows_of(before) == rows_of(after)}
+    return {
+        "kv_used": used,
+        "kv_left": left,
+        "freed": freed,
+        "asleep": asleep,
+        "same_after_wake": rows_of(before) == rows_of(after),
+    }
+
+
+def _resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _adapters(folder: Path) -> dict[str, Any]:

@@ -19,11 +19,12 @@ SECONDS = 240
 
 
 @pytest.fixture
-def job_server(monkeypatch):
+def job_server(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("RAY_worker_niceness", "0")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": True})
-    cluster.add_node(num_cpus=2, resources={"hf_device": 4.0})
+    # A folder of its own, as on a machine of its own: the raylets would delete each other's working_dir.
+    cluster.add_node(num_cpus=2, resources={"hf_device": 4.0}, temp_dir=str(tmp_path_factory.mktemp("ray")))
     yield f"http://{cluster.head_node.address_info['webui_url']}"
     cluster.shutdown()
 

@@ -291,6 +291,8 @@ def test_the_failure_box_says_what_where_when_and_what_to_do():
     assert (title, lines[:3]) == ("WorkerError", ["out of memory", "where: actor rank 0", "during: step 3 (update)"])
     text = box(title, lines)
     assert len({len(line) for line in text.splitlines()}) == 1 and "y" * 120 in text and text.isascii()
+    _, (message,) = failure_lines(WorkerError("\n".join(map(str, range(99)))))
+    assert message.splitlines()[-2:] == ["11", "... 87 more lines"]
     assert failure_lines(KeyboardInterrupt("SIGTERM"))[1][0] == "interrupted by SIGTERM"
 
 

@@ -112,7 +112,13 @@ class PackedGPT(GPTModel):
 
 
 def check_layout(architecture: Architecture, layout: Layout) -> None:
-    """Refuse a layout that does not divide the model."""
+    """Refuse a layout that does not divide the model, or that is not built.
+
+    Raises:
+        ConfigError: names the key and the sizes that fit.
+    """
+    if layout.cp > 1:
+        raise ConfigError(f"context parallelism (CP {layout.cp}) is not built", hint="use TP, PP and DP")
     for size, counts in (
         (layout.tp, {"attention heads": architecture.heads, "KV heads": architecture.kv_heads}),
         (layout.tp, {"MLP columns": architecture.ffn}),

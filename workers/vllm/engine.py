@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from workers.vllm.shard_map import vllm_shard_map
 
 _ADAPTER = "policy"
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-_DEFAULT_KV_BYTES = 4 << 30
+_MOST_KV_BYTES = 4 << 30
+_BLOCK_TOKENS = 32  # of the KV cache: the least that vLLM's CPU attention takes
 
 
 class GenerationEngine:
@@ -48,12 +50,11 @@ class GenerationEngine:
         self.dtype = rollout.dtype or model.dtype
         self.adapters = model.lora_rank > 0 and rollout.lora == "adapter"
         self.version: int | None = None
-        self._weights_loaded = False
+        self._weights_loaded = self._asleep = False
         self._adapter: Any = None
         self._config = _read_json(self.folder / "config.json", required=True)
         self._stop_tokens = end_tokens(self.folder)
         self._engine = self._start(model)
-        self._kv_bytes = [storage.nbytes() for storage in internals.kv_storages(self._engine)]
 
     def _start(self, model: ModelConfig) -> Any:
         tp = self.context.layout.tp
@@ -75,7 +76,7 @@ class GenerationEngine:
             kv_bytes = self.rollout.kv_cache_bytes or default_kv_cache_bytes(
                 self._config, self.dtype, self.rollout.max_num_seqs, self.max_model_len, tp
             )
-            arguments |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": kv_bytes}
+            arguments |= {"enforce_eager": True, "block_size": _BLOCK_TOKENS, "kv_cache_memory_bytes": kv_bytes}
         else:
             arguments |= {"enable_sleep_mode": True, "kv_cache_memory_bytes": self.rollout.kv_cache_bytes}
         if self.adapters:
@@ -87,12 +88,13 @@ class GenerationEngine:
             raise ConfigError(
                 f"vLLM cannot run {str(self.folder)!r} in this setting: {error}",
                 hint="check rollout.* in the config, and that vLLM supports this architecture and head size",
-                where=f"rollout {self.context.coord}",
+                where=self._place,
             ) from error
 
     # -- weights ---------------------------------------------------------------------------------------------------
     def parameters(self) -> dict[str, torch.Tensor]:
         """The live tensors by vLLM's names; call ``weights_changed`` after writing to them."""
+        self._check_awake()
         return internals.live_parameters(self._engine)
 
     def shard_map(self) -> ShardMap:
@@ -136,37 +138,55 @@ class GenerationEngine:
             ``rollout_log_probs`` (of the distribution that was drawn from, after temperature), ``finish_reason``
             ("stop" or "length") and ``policy_version``, in the batch's order; and metrics.
         """
+        self._check_awake()
         self._check_version(version)
         prompts = batch.ragged("prompt_tokens")
         limits = self._response_limits(prompts)
         tokens, offsets = prompts.values.tolist(), prompts.offsets.tolist()
+        requests = []
         for row, sample_id in enumerate(batch.sample_ids.tolist()):
             prompt = {"type": "token", "prompt_token_ids": tokens[offsets[row] : offsets[row + 1]]}
             seed = None if greedy else derive_seed(self.seed, "rollout", version, sample_id)
-            parameters = self._sampling(int(limits[row]), seed)
-            self._engine.add_request(str(row), prompt, parameters, lora_request=self._adapter)
-        outputs: list[Any] = [None] * len(batch)
-        while self._engine.has_unfinished_requests():
-            for output in self._engine.step():
-                outputs[int(output.request_id)] = output.outputs[0]
-        return self._collect(batch, outputs)
+            requests.append((prompt, self._sampling(int(limits[row]), seed)))
+        return self._collect(batch, self._run(requests))
+
+    def _run(self, requests: list[tuple[dict, Any]]) -> list[Any]:
+        """Each request's completion, in order."""
+        outputs: list[Any] = [None] * len(requests)
+        try:
+            for row, (prompt, parameters) in enumerate(requests):
+                self._engine.add_request(str(row), prompt, parameters, lora_request=self._adapter)
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    outputs[int(output.request_id)] = output.outputs[0]
+        except BaseException:
+            self._engine.abort_request([str(row) for row in range(len(requests))])  # or the next call would get them
+            raise
+        return outputs
 
     def _check_version(self, expected: int) -> None:
         if self.version is None:
             raise WorkerError(
                 "the engine has received no weights and would generate noise",
                 hint="reshard the actor's weights to the rollout pool first",
-                where=f"rollout {self.context.coord}",
+                where=self._place,
             )
         if self.version != expected:
             raise NumericsError(
                 f"the engine holds policy version {self.version}, the step expects {expected}",
                 hint="reshard after each update, before generating",
-                where=f"rollout {self.context.coord}",
+                where=self._place,
             )
 
     def _response_limits(self, prompts: Ragged) -> np.ndarray:
         """Tokens that each response may have. Shape: (N,)."""
+        largest, vocabulary = prompts.values.max(initial=0), self._config["vocab_size"]
+        if largest >= vocabulary:
+            raise ConfigError(
+                f"a prompt holds token id {largest}, the model has {vocabulary} tokens",
+                hint="the tokenizer does not belong to this model",
+                where=self._place,
+            )
         wanted = self.rollout.max_response_length or self.max_model_len
         limits = np.minimum(self.max_model_len - prompts.lengths, wanted)
         wrong = np.flatnonzero((limits < 1) | (prompts.lengths < 1))
@@ -199,7 +219,7 @@ class GenerationEngine:
             raise NumericsError(
                 f"{int((~np.isfinite(log_probs)).sum())} generated tokens have no finite log-prob",
                 hint="the weights of this policy version hold infinities or NaN",
-                where=f"rollout {self.context.coord}",
+                where=self._place,
             )
         reasons = [output.finish_reason for output in outputs]
         result = Batch.of(
@@ -220,18 +240,24 @@ class GenerationEngine:
     def sleep(self) -> None:
         """Free the KV cache (and on CUDA move the weights to host memory) until ``wake``."""
         self._engine.reset_prefix_cache()
-        if not internals.is_cpu():
+        if internals.is_cpu():
+            internals.discard_kv_pages(self._engine)
+        else:
             self._engine.sleep(level=1)
-            return
-        for storage in internals.kv_storages(self._engine):
-            storage.resize_(0)
+        self._asleep = True
 
     def wake(self) -> None:
         if not internals.is_cpu():
             self._engine.wake_up()
-            return
-        for storage, size in zip(internals.kv_storages(self._engine), self._kv_bytes, strict=True):
-            storage.resize_(size)
+        self._asleep = False
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise WorkerError("the engine is asleep", hint="wake the rollout pool before it is used", where=self._place)
+
+    @property
+    def _place(self) -> str:
+        return f"rollout {self.context.coord}"
 
     def close(self) -> None:
         internals.stop(self._engine)
@@ -247,14 +273,15 @@ def end_tokens(folder: Path) -> list[int]:
 
 
 def default_kv_cache_bytes(config: Mapping[str, Any], dtype: str, sequences: int, tokens: int, tp: int) -> int:
-    """Room for ``sequences`` of ``tokens`` each, up to 4 GiB but always for one; blocks hold 32 tokens."""
+    """Room for ``sequences`` of ``tokens`` each, up to 4 GiB or an eighth of the host's memory, but always for one."""
     heads = config["num_attention_heads"]
     head_size = config.get("head_dim") or config["hidden_size"] // heads
     kv_heads = max(1, config.get("num_key_value_heads", heads) // tp)
     itemsize = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
-    block = 2 * config["num_hidden_layers"] * kv_heads * head_size * itemsize * 32
-    blocks_of_one = -(-tokens // 32) + 1
-    return max(min(sequences * blocks_of_one * block, _DEFAULT_KV_BYTES), (blocks_of_one + 1) * block)
+    block = 2 * config["num_hidden_layers"] * kv_heads * head_size * itemsize * _BLOCK_TOKENS
+    blocks_of_one = -(-tokens // _BLOCK_TOKENS) + 1
+    most = min(_MOST_KV_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8)
+    return max(min(sequences * blocks_of_one * block, most), (blocks_of_one + 1) * block)
 
 
 def _read_json(path: Path, required: bool = False) -> dict[str, Any]:

@@ -8,13 +8,15 @@ reads when it is imported. What is touched, and why:
   parameter behind, so that a later update would change nothing. Both are switched off;
 * the executor: the engine joins the process group that already exists, and gives its shared memory a name of its own
   (vLLM's external launcher gives every engine of a host the same one, and the second one to start dies);
-* storage of the KV cache on CPU, where vLLM's sleep mode frees nothing.
+* the KV cache's memory on CPU, where vLLM's sleep mode frees nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import mmap
 import os
 import uuid
 from pathlib import Path
@@ -109,3 +111,13 @@ def kv_storages(engine: LLMEngine) -> list[torch.UntypedStorage]:
     """The storages behind the KV cache (on CPU the layers share one), each once."""
     unique = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in _runner(engine).kv_caches}
     return list(unique.values())
+
+
+def discard_kv_pages(engine: LLMEngine) -> None:
+    """On CPU: give the pages of the KV cache back to the system. They read as zeros, and come back when written to."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    for storage in kv_storages(engine):
+        start = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = (storage.data_ptr() + storage.nbytes() - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        if size > 0 and madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED):
+            raise OSError(ctypes.get_errno(), "madvise cannot free the KV cache")
