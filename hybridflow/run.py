@@ -184,14 +184,17 @@ class Run:
             HybridFlowError: the first failure among them.
         """
         calls, self._calls = self._calls, []
-        merged = merge(_metrics_of(call) for _, call in calls)
+        merged: dict[str, Metric] = {}
         spans: dict[str, list[tuple[float, float]]] = {}
         for phase, call in calls:
+            self.recorder.timeline.failed_in = phase
+            merged = merge([merged, _metrics_of(call)])
             for rank, (start, stop) in enumerate(call.spans()):
                 self.recorder.timeline.add_span(call.pool.role, call.method, start, stop, rank=rank)
             spans.setdefault(phase, []).append(call.span())
         for phase, parts in spans.items():
             self.recorder.timeline.add_phase(phase, parts)
+        self.recorder.timeline.failed_in = ""
         return merged
 
     def finish_step(self, step: int, batch: BatchRef) -> None:

@@ -46,7 +46,8 @@ def train(run: Run) -> None:
             roles.actor.update(batch)
         with run.phase("reshard"):
             roles.weights.send(version=step)
-        roles.data.record(batch, step)
+        with run.phase("record"):
+            roles.data.record(batch, step)
         run.finish_step(step, batch)
         kl.update(advantages.call.metrics()["kl/actor_reference"].value, len(batch))
 

@@ -65,12 +65,14 @@ class RolloutWorker(Worker):
     @transfer("ONE_TO_ALL")
     def sleep(self) -> None:
         """Free the KV cache (on CUDA also the weights' device memory)."""
-        self.engine.sleep()
+        if self.engine is not None:  # turns begin before ``setup``
+            self.engine.sleep()
 
     @transfer("ONE_TO_ALL")
     def wake(self) -> None:
         """Make the engine ready to generate again."""
-        self.engine.wake()
+        if self.engine is not None:
+            self.engine.wake()
 
     def close(self) -> None:
         if self.receiver is not None:

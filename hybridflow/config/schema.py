@@ -71,7 +71,7 @@ class KLControlConfig:
     kl_coef: float = 0.001
     """Weight at the first step."""
     target_kl: float = 0.05
-    """KL per sequence (nats) that the adaptive controller aims at."""
+    """KL per response token (nats) that the adaptive controller aims at."""
     horizon: int = 10000
     """Sequences over which the adaptive controller corrects an error."""
 

@@ -68,7 +68,7 @@ _ENTRIES = (
     MetricName("value/clip_fraction", "fraction", _TOKEN, "tokens whose value was clipped"),
     MetricName("values/mean", "reward", _TOKEN, "the critic's values before the update"),
     MetricName("values/explained_variance", "1", "over response tokens", "1 - Var(returns - values) / Var(returns)"),
-    MetricName("advantages/mean", "1", _TOKEN, "advantages, as the loss sees them"),
+    MetricName("advantages/mean", "1", _TOKEN, "advantages before whitening"),
     MetricName("advantages/std", "1", "over response tokens", "standard deviation of the advantages"),
     MetricName("advantages/min", "1", "min", "smallest advantage"),
     MetricName("advantages/max", "1", "max", "largest advantage"),

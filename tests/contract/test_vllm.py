@@ -144,6 +144,12 @@ def test_prompts_that_cannot_be_answered_are_refused(single):
     assert "a prompt holds token id 250, the model has 250 tokens" in single["foreign"]
 
 
+def test_models_that_the_engine_cannot_run_are_refused_before_it_starts(single):
+    narrow, missing = single["no_engine"]
+    assert "ConfigError: rollout dp=0 tp=0 pp=0: the model's attention heads have 16 numbers" in narrow
+    assert "ConfigError: there is no config.json in" in missing
+
+
 def test_a_replica_without_samples_returns_none(single):
     assert single["nothing"] == 0
 

@@ -222,10 +222,14 @@ def single(folder: Path, ray_address: str) -> dict[str, Any]:
     bind = socket.socket.bind
     socket.socket.bind = lambda self, address: (ports.append(address), bind(self, address))[1]
     model = make_model(folder, "llama", tied=False, seed=0)
+    narrow = folder.with_name("narrow")
+    narrow.mkdir()
+    (narrow / "config.json").write_text(json.dumps({**SIZES, "head_dim": 16, "model_type": "llama"}))
+    no_engine = [message(make_engine, path, 0, 1) for path in (narrow, folder.with_name("missing"))]
     engine = make_engine(folder, 0, 1, temperature=0.7)
     socket.socket.bind = bind
     facts = {"ports": [a for a in ports if isinstance(a, tuple)], "same_group": dist.group.WORLD is group}
-    facts |= _internals(engine)
+    facts |= {"no_engine": no_engine, **_internals(engine)}
     facts["no_weights"] = message(engine.generate, prompts(2), version=0)
     facts["matrix"] = matrix(engine, folder, model, str(folder))
     trainer = Trainer(engine, "shared_memory", [whole_map(canonical(model))], str(folder))

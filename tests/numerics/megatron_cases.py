@@ -12,15 +12,18 @@ from torch import Tensor
 
 from hybridflow.batch.batch import Batch, Ragged
 from hybridflow.batch.plan import Planner, RankPlan
-from hybridflow.config.schema import McoreConfig, ModelConfig, OptimConfig
+from hybridflow.config.schema import AlgorithmConfig, McoreConfig, ModelConfig, OptimConfig
 from hybridflow.errors import NumericsError
 from hybridflow.telemetry.metrics import Mean
 from hybridflow.worker import WorkerContext
 from placement.layout import Layout
+from workers.actor import ActorWorker
+from workers.critic import CriticWorker
 from workers.megatron import shard_map, weights
 from workers.megatron.engine import MegatronEngine
 from workers.megatron.passes import Loss
 from workers.megatron.vocab_parallel import log_probs_and_entropy
+from workers.reference import ReferenceWorker
 
 SGD = OptimConfig(name="sgd", lr=0.1, weight_decay=0.0, grad_clip=1.0)
 ADAM = OptimConfig(name="adam", lr=1e-3, weight_decay=0.0, betas=(0.9, 0.95), eps=1e-3, grad_clip=1.0)
@@ -278,3 +281,33 @@ def restore_and_go_on(context: WorkerContext, setup: Setup, batch: Batch, folder
     return {name: parameter.data.clone() for name, parameter in engine.model.named_parameters()}, whole(
         engine, engine.parameters()
     )
+
+
+# -- roles -------------------------------------------------------------------------------------------------------------
+def roles_together(context: WorkerContext, folder: Path, other: Path, lora_rank: int, batch: Batch) -> dict[str, Any]:
+    """Actor, critic and reference in one process, as a pool calls them; the actor is set up twice."""
+    peers: dict[str, Any] = {}
+    actor, critic, reference = (
+        kind(dataclasses.replace(context, role=role, peers=peers))
+        for role, kind in (("actor", ActorWorker), ("critic", CriticWorker), ("reference", ReferenceWorker))
+    )
+    peers |= {"actor": actor, "critic": critic, "reference": reference}
+    model, mcore, algorithm = ModelConfig(dtype="float32", lora_rank=lora_rank), McoreConfig(), AlgorithmConfig()
+    actor.setup(str(folder), model, mcore, ADAM, algorithm, 1.0, 3)
+    critic.setup(str(folder), model, mcore, ADAM, algorithm, 3)
+    reference.setup(str(folder), model, mcore, 1.0)
+    part, _ = share(context, batch, ONE_MINI_BATCH)
+    warmed = [actor.update_supervised(part, lr=0.05) for _ in range(5)]
+    actor.export(str(folder.parent / "warmed"))
+    actor.setup(str(other), model, mcore, ADAM, algorithm, 1.0, 3)
+    critic.load(str(other))
+    reference.load(str(other))
+    scored = [actor.compute_log_probs(part), reference.compute_log_probs(part), critic.compute_values(part)]
+    result: dict[str, Any] = {"warmed": warmed, "shared": reference.engine is None, "scored": scored}
+    if scored[0] is not None:
+        written = {name: batch.ragged(name) for name, batch in zip(("log_probs", "values"), scored[::2], strict=True)}
+        part = Batch(part.with_columns(**written).table, part.plan)
+    result["updates"] = [actor.update(part), critic.update(part)]
+    result["after"] = [actor.compute_log_probs(part), reference.compute_log_probs(part)]
+    result["adapter"] = actor.publish_adapter(1) if lora_rank else None
+    return result

@@ -7,6 +7,7 @@ CPU one SDPA over sequences padded to the longest (1.7 times the speed of a loop
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,8 @@ from workers.megatron.hf_config import Rope
 
 if torch.cuda.is_available():
     from torch.nn.attention.varlen import varlen_attn
+
+    _VARLEN_ARGUMENTS = inspect.signature(varlen_attn).parameters  # they changed from torch 2.11 to 2.13
 
     flash_varlen = None
     if importlib.util.find_spec("flash_attn"):
@@ -114,18 +117,13 @@ def _dense(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: flo
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: float) -> Tensor:
     cu, longest = packed.cu_seqlens_q, packed.max_seqlen_q
-    return varlen_attn(
-        query,
-        key,
-        value,
-        cu,
-        cu,
-        longest,
-        longest,
-        scale=scale,
-        window_size=(-1, 0),  # causal
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    options = {"window_size": (-1, 0)} if "window_size" in _VARLEN_ARGUMENTS else {"is_causal": True}
+    groups = query.shape[1] // key.shape[1]
+    if "enable_gqa" in _VARLEN_ARGUMENTS:
+        options["enable_gqa"] = groups > 1
+    elif groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    return varlen_attn(query, key, value, cu, cu, longest, longest, scale=scale, **options)
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, packed: Packed, scale: float) -> Tensor:

@@ -82,7 +82,9 @@ class _Finder:
 
 
 def install() -> None:
-    """Prepare this process for ``import megatron.core``; does nothing with CUDA or when called again."""
+    """Prepare this process for ``import megatron.core``; with CUDA, or when called again, it only quiets warnings."""
+    # Said by torch 2.13 at every collective that Megatron-Core calls by its old name.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
     if torch.cuda.is_available() or _Finder in sys.meta_path:
         return
     if "megatron.core" in sys.modules:

@@ -15,7 +15,7 @@ from hybridflow.batch.batch import Batch, Ragged
 from hybridflow.config.schema import ModelConfig, RolloutConfig
 from hybridflow.errors import ConfigError, NumericsError, WorkerError
 from hybridflow.seeds import derive_seed
-from hybridflow.telemetry.metrics import Max, Mean, Metric, Sum
+from hybridflow.telemetry.metrics import Max, Mean, Metric
 from hybridflow.worker import WorkerContext
 from workers.resharding.boxes import ShardMap
 from workers.vllm import internals
@@ -73,6 +73,7 @@ class GenerationEngine:
             "logprobs_mode": "processed_logprobs",
         }
         if internals.is_cpu():
+            self._check_head_size()
             kv_bytes = self.rollout.kv_cache_bytes or default_kv_cache_bytes(
                 self._config, self.dtype, self.rollout.max_num_seqs, self.max_model_len, tp
             )
@@ -90,6 +91,15 @@ class GenerationEngine:
                 hint="check rollout.* in the config, and that vLLM supports this architecture and head size",
                 where=self._place,
             ) from error
+
+    def _check_head_size(self) -> None:
+        size, known = head_size(self._config), internals.supported_head_sizes()
+        if size not in known:
+            raise ConfigError(
+                f"the model's attention heads have {size} numbers, vLLM on CPU takes {', '.join(map(str, known))}",
+                hint="choose another model, or run the rollout on a GPU",
+                where=self._place,
+            )
 
     # -- weights ---------------------------------------------------------------------------------------------------
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -272,13 +282,15 @@ def end_tokens(folder: Path) -> list[int]:
     return []
 
 
+def head_size(config: Mapping[str, Any]) -> int:
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+
+
 def default_kv_cache_bytes(config: Mapping[str, Any], dtype: str, sequences: int, tokens: int, tp: int) -> int:
     """Room for ``sequences`` of ``tokens`` each, up to 4 GiB or an eighth of the host's memory, but always for one."""
-    heads = config["num_attention_heads"]
-    head_size = config.get("head_dim") or config["hidden_size"] // heads
-    kv_heads = max(1, config.get("num_key_value_heads", heads) // tp)
+    kv_heads = max(1, config.get("num_key_value_heads", config["num_attention_heads"]) // tp)
     itemsize = torch.empty(0, dtype=getattr(torch, dtype)).element_size()
-    block = 2 * config["num_hidden_layers"] * kv_heads * head_size * itemsize * _BLOCK_TOKENS
+    block = 2 * config["num_hidden_layers"] * kv_heads * head_size(config) * itemsize * _BLOCK_TOKENS
     blocks_of_one = -(-tokens // _BLOCK_TOKENS) + 1
     most = min(_MOST_KV_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8)
     return max(min(sequences * blocks_of_one * block, most), (blocks_of_one + 1) * block)

@@ -42,6 +42,7 @@ from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.model_executor.layers import utils as _layer_utils  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend  # noqa: E402
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher  # noqa: E402
 
 from workers.resharding.segments import segment_name, sweep  # noqa: E402
@@ -63,6 +64,11 @@ class GroupExecutor(ExecutorWithExternalLauncher):
 
 def is_cpu() -> bool:
     return current_platform.is_cpu()
+
+
+def supported_head_sizes() -> list[int]:
+    """Sizes of an attention head that vLLM's CPU kernels take; it fails deep within its start on others."""
+    return CPUAttentionBackend.get_supported_head_sizes()
 
 
 def start(arguments: dict[str, Any], *, tensor_parallel_size: int) -> LLMEngine:
