@@ -42,7 +42,11 @@ _TABLE = (
     Column("values", Over.RESPONSE, "float32", "critic", "values[t]: the critic's value of the state before token t"),
     Column("reward", Over.SAMPLE, "float32", "reward", "score of the whole response; NaN where it failed"),
     Column(
-        "reward_failure", Over.TEXT, "string", "reward", "why there is no score: '', 'timeout', 'raised', 'nan', ..."
+        "reward_failure",
+        Over.TEXT,
+        "string",
+        "reward",
+        "why there is no score: '', 'timeout', 'raised: ...', 'not finite: nan', ...",
     ),
     Column("response_text", Over.TEXT, "string", "reward", "the decoded response"),
     Column("advantages", Over.RESPONSE, "float32", "data", "advantage of each token, whitened if so configured"),

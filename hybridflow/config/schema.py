@@ -127,7 +127,7 @@ class TrainingConfig:
     clip_grad_norm: float | None = None
     """Norm to which gradients are clipped, for actor and critic; None: their ``optim.grad_clip``, else 1.0."""
     log_interval: int = 10
-    """Steps between detailed log output (sample table); each step has its line."""
+    """Steps between lines of a log (on a terminal, a panel shows every step); metrics are recorded for every step."""
     eval_interval: int = 0
     """Steps between evaluations on the validation prompts; 0: only before and after the run."""
 
@@ -155,7 +155,7 @@ class RolloutConfig:
     temperature: float = 1.0
     """Sampling temperature, above 0; log-probs of the trainer use the same."""
     max_response_length: int | None = None
-    """Tokens of a response, at most; None: min(256, the model's positions - ``data.max_prompt_length``)."""
+    """Tokens of a response, at most; None: 256, or what positions and token budget leave beside the prompt."""
     kv_cache_bytes: int | None = None
     """Bytes of one replica rank's KV cache; None: the engine's plan decides."""
     lora: Literal["adapter", "merged"] = "adapter"
@@ -193,7 +193,7 @@ class CriticConfig:
     """``critic``: the value model."""
 
     path: str | None = None
-    """Hugging Face folder of its trunk; None: ``model.path``. The value head is always fresh."""
+    """Hugging Face folder of its trunk; None: ``model.path``. The value head is its own, else zero."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """Its optimizer."""
 

@@ -40,7 +40,7 @@ _ENTRIES = (
     MetricName("reward/max", "reward", "max", "highest score of the step"),
     MetricName("reward/with_kl_mean", "reward", _SAMPLE, "score of the responses after the KL penalty"),
     MetricName("reward/failures", "samples", "sum", "responses that the reward function gave no score"),
-    MetricName("reward/failures_<cause>", "samples", "sum", "the same by cause: timeout, raised, nan, ..."),
+    MetricName("reward/failures_<cause>", "samples", "sum", "by cause: timeout, raised, died, not_finite, ..."),
     MetricName("eval/reward_mean", "reward", _SAMPLE, "score on held-out prompts"),
     MetricName("eval/reward_std", "reward", "over samples", "standard deviation of the score on held-out prompts"),
     MetricName("eval/response_length_mean", "tokens", _SAMPLE, "length of the responses to held-out prompts"),
@@ -87,7 +87,9 @@ _ENTRIES = (
     MetricName("response/clipped_fraction", "fraction", _SAMPLE, "responses cut at the length limit"),
     MetricName("batch/samples", "samples", "sum", "samples of the step"),
     MetricName("batch/tokens", "tokens", "sum", "prompt and response tokens of the step"),
-    MetricName("policy/version", "updates", "last", "weight updates that the generating weights had seen"),
+    MetricName(
+        "policy/version", "updates", "last", "version after the update; the step's samples are of the one before"
+    ),
     # cost
     MetricName("time/<phase>_seconds", "seconds", "sum", "wall time of a phase of the step, without phases inside it"),
     MetricName("time/step_seconds", "seconds", "sum", "wall time of the step, evaluation and checkpoint left out"),

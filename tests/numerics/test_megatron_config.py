@@ -1,6 +1,8 @@
 """Model folders that cannot be trained are refused by name; shard maps cover each tensor once. Starts no process."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -116,3 +118,11 @@ def test_a_shard_map_covers_each_tensor_and_each_parameter_once(tp: int) -> None
 
 def test_ranges() -> None:
     assert _ranges(np.array([5, 0, 9]), np.array([2, 0, 3])).tolist() == [5, 6, 9, 10, 11]
+
+
+def test_the_engine_imports_nothing_that_it_does_not_need() -> None:
+    """Each of these would add seconds to the start of every process."""
+    heavy = ("transformers", "vllm", "wandb", "tensorboard", "torch._inductor.compile_fx")
+    code = f"import sys, workers.megatron.engine; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"

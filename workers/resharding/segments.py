@@ -8,10 +8,19 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 _OURS = re.compile(r"hybridflow-(\d+)-")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Handle of published weights. It stands here, for the driver unpickles it and must not import torch for it."""
+
+    path: str
+    version: int
 
 
 def segment_name(label: str) -> str:

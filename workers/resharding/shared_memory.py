@@ -6,7 +6,6 @@ import contextlib
 import os
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +16,10 @@ from hybridflow.errors import NumericsError, ResourceError
 from workers.resharding.buffers import drain, fill, torch_dtype
 from workers.resharding.planner import Intake, Share
 from workers.resharding.protocol import Channel, ReshardingProtocol
-from workers.resharding.segments import SHARED_MEMORY, segment_name, sweep
+from workers.resharding.segments import SHARED_MEMORY, Segment, segment_name, sweep
 
 _HEADER_BYTES = 64
 _WRITING = -1
-
-
-@dataclass(frozen=True)
-class Segment:
-    path: str
-    version: int
 
 
 class SharedMemory(ReshardingProtocol):
