@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,19 @@ class RunFolder:
     set); one whose run ended, or never saved, stays as it is and the next free name (``-2``, ``-3``, ...) is taken. With
     ``off`` a folder that holds a run is an error.
 
+    Args:
+        config: of the run.
+        identity: what must equal the checkpoint's (``comparable`` of the config as the user wrote it: what resolving
+            makes of it may depend on the machine); None takes it from ``config``.
+
     Raises:
         ResourceError: another run is using the folder, or it cannot be written.
         ConfigError: the checkpoint is of a different config, or damaged.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, identity: Mapping[str, Any] | None = None):
         self.config = config
+        self.identity = comparable(config) if identity is None else identity
         first = Path(config.log_dir).expanduser().resolve() / config.exp_name
         self.path, self.checkpoint = self._choose(first)
         self.store = CheckpointStore(self.path / "checkpoints", config.checkpoint.keep_last_k)
@@ -65,7 +72,7 @@ class RunFolder:
         return path, None
 
     def _check_same(self, checkpoint: Checkpoint) -> None:
-        saved, mine = checkpoint.state["config"], comparable(self.config)
+        saved, mine = checkpoint.state["config"], self.identity
         changed = [f"{k}: {saved.get(k)!r} -> {mine.get(k)!r}" for k in mine if saved.get(k) != mine[k]]
         if changed:
             raise ConfigError(

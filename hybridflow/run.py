@@ -60,14 +60,21 @@ class Run:
         config: checked; it may still be resolved for the machines by ``place``.
         workers: each role's class, as "module:name".
         place: called once the kind of device of the cluster is known.
+        written: the config as the user wrote it, by which a checkpoint is known to be of this run.
         verbose: say more.
     """
 
     def __init__(
-        self, config: Config, workers: Mapping[str, str], place: Callable[[DeviceKind], Placed], *, verbose: bool = False
+        self,
+        config: Config,
+        workers: Mapping[str, str],
+        place: Callable[[DeviceKind], Placed],
+        *,
+        written: Config | None = None,
+        verbose: bool = False,
     ):
         self.config, self._workers, self._place, self.verbose = config, workers, place, verbose
-        self._identity = comparable(config)
+        self._identity = comparable(written or config)
         self.total_steps = config.training.total_steps or 0
         self._stack = ExitStack()
         self._calls: list[tuple[str, Call]] = []
@@ -79,7 +86,7 @@ class Run:
     # -- beginning and end -------------------------------------------------------------------------------------------
     def __enter__(self) -> Run:
         with ExitStack() as stack:
-            self.folder = stack.enter_context(RunFolder(self.config))
+            self.folder = stack.enter_context(RunFolder(self.config, self._identity))
             self.checkpoint = self.folder.checkpoint
             self.first_step = self.checkpoint.step + 1 if self.checkpoint else 1
             self.recorder = Recorder(

@@ -35,7 +35,8 @@ def run_job(train: Train, argv: Sequence[str]) -> int:
         print(loaded.print_config, end="")
         return 0
     try:
-        run = Run(loaded.config, WORKERS, lambda kind: _place(loaded, kind), verbose=loaded.verbose)
+        options = {"written": loaded.written, "verbose": loaded.verbose}
+        run = Run(loaded.config, WORKERS, lambda kind: _place(loaded, kind), **options)
         with run:
             train(run)
             run.succeed()
