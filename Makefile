@@ -24,9 +24,11 @@ $(INSTALLED): pyproject.toml requirements/cpu.txt requirements/cpu-nodeps.txt sc
 install: $(INSTALLED)  ## make .venv (a few minutes, once)
 
 demo: $(INSTALLED)  ## PPO teaches a small model a task: two minutes on two cores
+	$(BIN)/python -m jobs.models tiny runs/models/tiny
 	$(BIN)/hybridflow train --config-name demo $(ARGS)
 
 demo-smollm: $(INSTALLED)  ## the same program with SmolLM2-135M-Instruct, a few steps
+	$(BIN)/python -m jobs.models smollm runs/models/smollm
 	$(BIN)/hybridflow train --config-name demo_smollm $(ARGS)
 
 test: $(INSTALLED)  ## all tests but the slow ones

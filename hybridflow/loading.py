@@ -9,6 +9,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,6 +38,8 @@ def load_module(name: str) -> ModuleType:
             return importlib.import_module(name)
         except ImportError as error:
             raise ConfigError(f"cannot import {name!r}: {error}", hint="check the name and PYTHONPATH") from error
+        except (Exception, SystemExit) as error:
+            raise _raised(name, error) from error
     path = Path(name).expanduser().resolve()
     if not path.is_file():
         raise ConfigError(f"there is no file {name!r}", hint="give a path relative to the current folder")
@@ -50,5 +53,17 @@ def load_module(name: str) -> ModuleType:
             spec.loader.exec_module(module)
         except BaseException as error:
             del sys.modules[key]
-            raise ConfigError(f"{name} raised {type(error).__name__}: {error}", where=str(name)) from error
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            raise _raised(name, error) from error
     return sys.modules[key]
+
+
+def _raised(name: str, error: BaseException) -> ConfigError:
+    """Code of the user's that fails while it is imported."""
+    frames = traceback.extract_tb(error.__traceback__)
+    line = f", at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    return ConfigError(
+        f"{name} raised {type(error).__name__}: {error}{line}",
+        hint="import it by itself (python -c 'import ...', python FILE) to see the whole traceback",
+    )

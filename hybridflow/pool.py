@@ -65,6 +65,10 @@ class Call:
         """Seconds since the epoch at which each rank began and ended; waits."""
         return [(summary.started, summary.stopped) for summary in self._all]
 
+    def memory_bytes(self) -> int:
+        """Resident memory of the largest of the ranks' processes, when each had ended the call; waits."""
+        return max(summary.memory_bytes for summary in self._all)
+
     def span(self) -> tuple[float, float]:
         """From the first rank's beginning to the last one's end."""
         starts, stops = zip(*self.spans(), strict=True)

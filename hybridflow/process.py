@@ -42,6 +42,7 @@ class Summary:
     value: Any
     started: float
     stopped: float
+    memory_bytes: int
     sample_ids: np.ndarray | None = None
     lengths: dict[str, np.ndarray] | None = None
 
@@ -52,6 +53,7 @@ class WorkerProcess:
     def __init__(self, name: str, rank: int, layout: Layout, run_dir: str, register: tuple[str, ...] = ()):
         self._name, self._rank, self._layout, self._run_dir = name, rank, layout, run_dir
         self._roles: dict[str, Worker] = {}
+        self._broken: dict[str, HybridFlowError] = {}  # roles whose setup failed: every later call says why
         self._store: Any = None
         for module in register:
             load_module(module)
@@ -112,29 +114,27 @@ class WorkerProcess:
         """
         started = time.time()
         function = getattr(self._roles[role], method)
+        if role in self._broken and method != "setup":
+            raise self._broken[role]
         try:
             result = function(
                 *(_resolve(arg, arguments) for arg in args),
                 **{name: _resolve(arg, arguments) for name, arg in kwargs.items()},
             )
             if not function.transfer.writes:
-                return Summary(result, started, time.time())
+                return Summary(result, started, time.time(), _resident_bytes())
             batch, extras = result if isinstance(result, tuple) else (result, None)
             if batch is None:
-                return None, Summary(extras, started, time.time())
+                return None, Summary(extras, started, time.time(), _resident_bytes())
             _check_written(batch, function.transfer.writes)
             lengths = {name: batch.ragged(name).lengths for name in _LENGTHS_OF if name in batch}
             ids = batch.sample_ids
-            return Batch(batch.table), Summary(extras, started, time.time(), ids, lengths)
-        except HybridFlowError as error:
-            error.where = error.where or self._place(role)
-            raise
+            return Batch(batch.table), Summary(extras, started, time.time(), _resident_bytes(), ids, lengths)
         except Exception as error:
-            raise WorkerError(
-                f"{method} raised {type(error).__name__}: {error}\n{_own_frames(error)}",
-                hint="the frames above are the worker's own; its full log is in the Ray session's logs",
-                where=self._place(role),
-            ) from error
+            told = self._told(role, method, error)
+            if method == "setup":
+                self._broken[role] = told
+            raise told from error
 
     def turn(self, method: str, *_after: Any) -> None:
         """``sleep`` or ``wake`` every role of this process; ``_after``: what must have happened before."""
@@ -145,6 +145,17 @@ class WorkerProcess:
         """Close the roles. Ray ends the process afterwards."""
         for worker in self._roles.values():
             worker.close()
+
+    def _told(self, role: str, method: str, error: Exception) -> HybridFlowError:
+        """The error with its place; one that is none of ours with the frames that say where it came from."""
+        if isinstance(error, HybridFlowError):
+            error.where = error.where or self._place(role)
+            return error
+        return WorkerError(
+            f"{method} raised {type(error).__name__}: {error}\n{_own_frames(error)}",
+            hint="the frames above are the worker's own; its full log is in the Ray session's logs",
+            where=self._place(role),
+        )
 
     def _place(self, role: str) -> str:
         return f"{role} rank {self._rank} ({self._coord}) on {socket.gethostname()}"
@@ -178,6 +189,15 @@ def _resolve(argument: Any, arguments: tuple[Any, ...]) -> Any:
     if isinstance(argument, Collected):
         return [arguments[position].value for position in argument.positions]
     return argument
+
+
+def _resident_bytes() -> int:
+    """Resident memory of this process (0 where there is no /proc)."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
 
 
 def _check_written(batch: Batch, writes: tuple[str, ...]) -> None:

@@ -24,7 +24,7 @@ from hybridflow.session import connect
 from hybridflow.start import Pools
 from hybridflow.telemetry.cards import RoleRow, RunCard
 from hybridflow.telemetry.console import print_failure
-from hybridflow.telemetry.metrics import Max, Metric, Sum, merge
+from hybridflow.telemetry.metrics import Max, Mean, Metric, Sum, merge
 from hybridflow.telemetry.recorder import Recorder
 from placement.device import DeviceKind
 from placement.plan import PlacementPlan
@@ -33,7 +33,6 @@ from placement.plan import PlacementPlan
 INTERRUPTED = 130
 _EVALUATION = {
     "reward/mean": "eval/reward_mean",
-    "reward/std": "eval/reward_std",
     "reward/failures": "eval/failures",
     "response/length_mean": "eval/response_length_mean",
 }
@@ -199,6 +198,8 @@ class Run:
             for rank, (start, stop) in enumerate(call.spans()):
                 self.recorder.timeline.add_span(call.pool.role, call.method, start, stop, rank=rank)
             spans.setdefault(phase, []).append(call.span())
+            memory = Max(float(call.memory_bytes()))
+            merged = merge([merged, {f"memory/{phase}_bytes": memory}])
         for phase, parts in spans.items():
             self.recorder.timeline.add_phase(phase, parts)
         self.recorder.timeline.failed_in = ""
@@ -207,8 +208,14 @@ class Run:
     def finish_step(self, step: int, batch: BatchRef) -> None:
         """Wait for the step's calls and record what they reported."""
         metrics: dict[str, Metric] = self.wait()
-        tokens = int(batch.prompt_lengths.sum() + batch.response_lengths.sum())
-        metrics |= {"batch/samples": Sum(len(batch)), "batch/tokens": Sum(tokens), "policy/version": Max(step)}
+        prompts = batch.prompt_lengths
+        metrics |= {
+            "batch/samples": Sum(len(batch)),
+            "batch/tokens": Sum(int(prompts.sum() + batch.response_lengths.sum())),
+            "prompt/length_mean": Mean(float(prompts.sum()), len(batch)),
+            "prompt/length_max": Max(float(prompts.max(initial=0))),
+            "policy/version": Max(step),
+        }
         self.recorder.step(step, metrics)
 
     def finish_evaluation(self, step: int) -> None:

@@ -6,6 +6,8 @@ Verbs are loaded by name, so that ``--help`` and errors of the config need neith
 from __future__ import annotations
 
 import difflib
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,7 +60,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def guarded(run: Callable[[], int | None]) -> int:
     """Call ``run``; an error is printed once, in a box, and becomes an exit code."""
     try:
-        return run() or 0
+        code = run() or 0
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader has seen enough (`hybridflow config | head`): end as all tools do, silently
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has nowhere to go
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt as error:
         print_failure(error)
         return INTERRUPTED

@@ -47,9 +47,9 @@ def run_job(train: Train, argv: Sequence[str]) -> int:
 
 def _place(loaded: LoadedConfig, kind: DeviceKind) -> Placed:
     """The config and the plan for the cluster that the driver has reached."""
-    devices = device_count(loaded.config, kind, ray.cluster_resources())
-    loaded = loaded.on(devices, kind.name)
+    loaded = loaded.on(device_count(loaded.config, kind, ray.cluster_resources()), kind.name)
     config = loaded.config
+    devices = device_count(config, kind, ray.cluster_resources())
     card = {
         "config": loaded.source,
         "model": f"{config.model.path} ({config.model.dtype})",

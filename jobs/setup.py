@@ -27,22 +27,45 @@ class Roles:
 
 
 def set_up(run: Run) -> Roles:
-    """Build every engine, warm the actor up if asked, and link it to the rollout.
+    """Build every engine, warm the actor up if asked, and link it to the rollout."""
+    config = run.config
+    pools = {role: run[role] for role in ("actor", "critic", "reference", "reward", "rollout", "data")}
+    found = _build(run, pools)
+    run.recorder.note(_describe(found))
+    if config.training.num_epochs:
+        run.limit_steps(math.ceil(config.training.num_epochs * found["prompts"] / config.data.train_batch_size))
+    if config.warmup.steps:
+        _warm_up(run, pools)
+    run.wait()  # whatever could not be built is said here, before anything is asked of it
+    weights = Resharding(
+        pools["actor"],
+        pools["rollout"],
+        config.resharding,
+        dtype=config.rollout.dtype or config.model.dtype,
+        run_dir=str(run.path),
+        adapter=bool(config.model.lora_rank) and config.rollout.lora == "adapter",
+    )
+    run.recorder.note(f"weights: {weights.describe()}")
+    if run.verbose:
+        layout = pools["actor"].layout
+        run.recorder.note(f"HybridEngine initialized with TP={layout.tp}, SP={config.mcore_config.sequence_parallel}")
+    return Roles(**pools, weights=weights)
+
+
+def _build(run: Run, pools: Mapping[str, Pool]) -> Mapping[str, Any]:
+    """Set every role up; returns what the data role found.
 
     All calls are submitted before any is waited for, so that processes import and build side by side; where devices are
     shared the rollout engine comes first and alone.
     """
-    config = run.config
-    pools = {role: run[role] for role in ("actor", "critic", "reference", "reward", "rollout", "data")}
-    model, mcore, rollout = config.model, config.mcore_config, config.rollout
-    fresh = run.checkpoint is None
+    config, model, rollout = run.config, run.config.model, run.config.rollout
     counts = pools["data"].setup(
         config.data,
         model.path,
         n=rollout.n,
         seed=config.seed,
         algorithm=config.algorithm,
-        warmup=config.warmup if fresh else None,
+        warmup=config.warmup if run.checkpoint is None else None,
         resumed_step=run.first_step - 1,
     )
     pools["reward"].setup(config.reward_model, model.path, config.data)
@@ -50,33 +73,23 @@ def set_up(run: Run) -> Roles:
     pools["rollout"].setup(model, rollout, seed=config.seed, max_model_len=longest)
     _set_up_actor(run, model.path)
     critic, reference = config.critic.path or model.path, config.reference.path or model.path
+    mcore = config.mcore_config
     pools["critic"].setup(critic, model, mcore, config.critic.optim, config.algorithm, config.seed)
     pools["reference"].setup(reference, model, mcore, rollout.temperature)
-    if config.warmup.steps:
-        written = warm_up(run, pools["actor"], pools["data"]) if fresh else None
-        warmed = str(warmed_folder(run))
-        _set_up_actor(run, warmed)
-        for role, own in (("critic", config.critic.path), ("reference", config.reference.path)):
-            if not own:
-                pools[role].load(warmed, after=written)
-    found = counts.result()[0]
-    run.recorder.note(_describe(found))
-    if config.training.num_epochs:
-        run.limit_steps(math.ceil(config.training.num_epochs * found["prompts"] / config.data.train_batch_size))
-    weights = Resharding(
-        pools["actor"],
-        pools["rollout"],
-        config.resharding,
-        dtype=rollout.dtype or model.dtype,
-        run_dir=str(run.path),
-        adapter=bool(model.lora_rank) and rollout.lora == "adapter",
-    )
-    run.recorder.note(f"weights: {weights.describe()}")
-    run.wait()
-    if run.verbose:
-        layout = pools["actor"].layout
-        run.recorder.note(f"HybridEngine initialized with TP={layout.tp}, SP={mcore.sequence_parallel}")
-    return Roles(**pools, weights=weights)
+    return counts.result()[0]
+
+
+def _warm_up(run: Run, pools: Mapping[str, Pool]) -> None:
+    """Warm the actor up (a resumed run has done so), and give what came of it to those who start from it."""
+    config = run.config
+    warmup = warm_up(run, pools["actor"], pools["data"]) if run.checkpoint is None else None
+    warmed = str(warmed_folder(run))
+    _set_up_actor(run, warmed)
+    for role, own in (("critic", config.critic.path), ("reference", config.reference.path)):
+        if not own:
+            pools[role].load(warmed, after=warmup.written if warmup else None)
+    if warmup:
+        run.recorder.note(warmup.describe())
 
 
 def _set_up_actor(run: Run, path: str) -> None:

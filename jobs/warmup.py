@@ -5,6 +5,7 @@ The policy that comes out is where reinforcement learning starts, and is its ref
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from hybridflow.batch.plan import Planner
@@ -22,8 +23,22 @@ def learning_rate(warmup: WarmupConfig, step: int) -> float:
     return warmup.lr * ramp * max(_LAST_SHARE, 1.0 - (step - 1) / warmup.steps)
 
 
-def warm_up(run: Run, actor: Pool, data: Pool) -> Call:
-    """Train the actor on demonstrations; returns the call that writes the warmed policy to ``warmed_folder``."""
+@dataclass(frozen=True)
+class Warmup:
+    """A warm-up on its way: ``written`` is the call that writes the warmed policy to ``warmed_folder``."""
+
+    first: Call
+    last: Call
+    written: Call
+
+    def describe(self) -> str:
+        """The loss at the first and at the last step; waits."""
+        before, after = (call.metrics()["loss/supervised"].value for call in (self.first, self.last))
+        return f"warm-up: cross-entropy {before:.3f} -> {after:.3f} nats per token"
+
+
+def warm_up(run: Run, actor: Pool, data: Pool) -> Warmup:
+    """Train the actor on demonstrations. Submits everything, and waits for nothing but the batches' lengths."""
     warmup, training = run.config.warmup, run.config.training
     planner = Planner(
         mini_batch_size=warmup.batch_size,
@@ -33,8 +48,9 @@ def warm_up(run: Run, actor: Pool, data: Pool) -> Call:
     with run.phase("warmup"):
         for step in range(1, warmup.steps + 1):
             batch = data.warmup_batch(step).with_plan(planner)
-            actor.update_supervised(batch, lr=learning_rate(warmup, step))
-        return actor.export(str(warmed_folder(run)))
+            last = actor.update_supervised(batch, lr=learning_rate(warmup, step))
+            first = last if step == 1 else first
+        return Warmup(first, last, actor.export(str(warmed_folder(run))))
 
 
 def warmed_folder(run: Run) -> Path:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from placement.errors import ConfigError
 
 LOGICAL_DEVICES_PER_NODE = 8
+_FORMS = "write cuda:0, cuda:0-3 or a list of ids"
 
 
 @dataclass(frozen=True)
@@ -50,16 +51,18 @@ def parse_devices(value: int | str | Sequence[int | str], where: str) -> tuple[i
     """Device ids from ``0``, ``"cuda:0"``, ``"cuda:0-3"``, ``"0,1"`` or a list of these; sorted, without repeats.
 
     Raises:
-        ConfigError: an entry that is none of these, or a device named twice.
+        ConfigError: an entry that is none of these, no entry at all, or a device named twice.
     """
     if isinstance(value, int) and not isinstance(value, bool):
-        ids = [value]
+        ids = list(_parse_entry(str(value), where))
     elif isinstance(value, str):
         ids = [device for entry in value.split(",") for device in _parse_entry(entry.strip(), where)]
     elif isinstance(value, Sequence):
         ids = [device for entry in value for device in parse_devices(entry, where)]
     else:
-        raise ConfigError(f"{value!r} names no device", hint="write cuda:0, cuda:0-3 or a list of ids", where=where)
+        ids = []
+    if not ids:
+        raise ConfigError(f"{value!r} names no device", hint=_FORMS, where=where)
     if len(set(ids)) != len(ids):
         raise ConfigError(f"{value!r} names a device twice", hint="name each device once", where=where)
     return tuple(sorted(ids))
@@ -68,7 +71,7 @@ def parse_devices(value: int | str | Sequence[int | str], where: str) -> tuple[i
 def _parse_entry(entry: str, where: str) -> range:
     match = re.fullmatch(r"(?:(?:cuda|cpu|gpu):)?(\d+)(?:-(\d+))?", entry)
     if not match:
-        raise ConfigError(f"{entry!r} names no device", hint="write cuda:0, cuda:0-3 or a list of ids", where=where)
+        raise ConfigError(f"{entry!r} names no device", hint=_FORMS, where=where)
     first = int(match[1])
     last = int(match[2]) if match[2] else first
     if last < first:

@@ -15,7 +15,7 @@ from hybridflow.errors import ConfigError, WorkerError
 from hybridflow.telemetry.metrics import Mean, Metric, Sum
 from hybridflow.transfer import transfer
 from hybridflow.worker import Worker
-from workers.rewards.functions import TASKS_PREFIX, Outcome
+from workers.rewards.functions import NOT_TRIED, TASKS_PREFIX, Outcome
 from workers.rewards.pool import RewardPool
 
 _CURES = {
@@ -76,8 +76,9 @@ class RewardWorker(Worker):
         """
         assert self._pool, "setup comes first"
         responses = self._tokenizer.decode(batch.ragged("response_tokens"))
-        outcomes = self._pool.score(batch.text("prompt_text"), responses, batch.text("answer"))
-        failures = Counter(outcome.cause for outcome in outcomes if outcome.failure)
+        texts = (batch.text("prompt_text"), responses, batch.text("answer"))
+        outcomes = self._pool.score(*texts, max_failures=int(self._config.max_failure_fraction * len(responses)))
+        failures = Counter(outcome.cause for outcome in outcomes if outcome.failed)
         self._require_few_failures(outcomes, failures)
         scores = np.fromiter((outcome.score for outcome in outcomes), np.float32, len(outcomes))
         metrics: dict[str, Metric] = {
@@ -108,8 +109,9 @@ class RewardWorker(Worker):
         if failures.total() <= self._config.max_failure_fraction * len(outcomes):
             return
         cause = failures.most_common(1)[0][0]
-        example, _ = Counter(o.failure for o in outcomes if o.failure and o.cause == cause).most_common(1)[0]
-        counts = ", ".join(f"{count} {cause}" for cause, count in failures.most_common())
+        example, _ = Counter(o.failure for o in outcomes if o.cause == cause).most_common(1)[0]
+        left_out = {NOT_TRIED.cause: n} if (n := sum(o is NOT_TRIED for o in outcomes)) else {}
+        counts = ", ".join(f"{count} {cause}" for cause, count in [*failures.most_common(), *left_out.items()])
         raise WorkerError(
             f"{self._described} gave no score for {failures.total()} of {len(outcomes)} samples ({counts}); "
             f"most often: {example}",

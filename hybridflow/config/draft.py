@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
 from hybridflow.config.model_folder import ModelInfo
 from hybridflow.config.problems import Problem, problem_of
-from hybridflow.config.ranges import get
+from hybridflow.config.ranges import get, replaced
 from hybridflow.config.schema import Config
 from hybridflow.errors import ConfigError
 
@@ -53,7 +52,7 @@ class Draft:
     def decide(self, key: str, value: Any) -> None:
         """Fill in a value that was left open; needs no line."""
         if get(self.config, key) != value:
-            self.config = _replaced(self.config, key.split("."), value)
+            self.config = replaced(self.config, key, value)
             self.decided.add(key)
 
     def adjust(self, key: str, value: Any, reason: str) -> None:
@@ -74,11 +73,6 @@ class Draft:
     def refuse_as(self, key: str, error: ConfigError) -> None:
         """Object with the words of a check elsewhere."""
         self.problems.append(problem_of(error, key))
-
-
-def _replaced(block: Any, path: list[str], value: Any) -> Any:
-    name, *rest = path
-    return dataclasses.replace(block, **{name: _replaced(getattr(block, name), rest, value) if rest else value})
 
 
 def _text(value: Any) -> str:

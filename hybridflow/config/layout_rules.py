@@ -33,6 +33,7 @@ def launcher(draft: Draft) -> None:
 
 def device_map(draft: Draft) -> None:
     """Give each role its devices; sets must be equal or disjoint, and exist."""
+    objections = len(draft.problems)
     named = {role: devices for role in ON_DEVICES if (devices := _parsed(draft, role))}
     last = max((device for devices in named.values() for device in devices), default=0)
     if draft.config.launcher.devices is not None:
@@ -53,7 +54,8 @@ def device_map(draft: Draft) -> None:
     actor = named.get("actor", tuple(range(draft.devices)))
     for role in ON_DEVICES:
         draft.decide(f"device_map.{role}", named.get(role, actor))
-    _check_overlap(draft, list(named))
+    if len(draft.problems) == objections:  # else the default stands in for a set that was meant otherwise
+        _check_overlap(draft, list(named))
     if _parsed(draft, "reward_model"):
         draft.adjust("device_map.reward_model", None, "a reward function runs on CPU and needs no device")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -70,6 +71,15 @@ _LIMITS: dict[str, tuple[Callable[[Any], bool], dict[str, tuple[str, ...]]]] = {
 def get(config: Config, key: str) -> Any:
     """The value at a dotted key."""
     return functools.reduce(getattr, key.split("."), config)
+
+
+def replaced(config: Config, key: str, value: Any) -> Config:
+    """The config with another value at a dotted key."""
+
+    def within(block: Any, name: str, *rest: str) -> Any:
+        return dataclasses.replace(block, **{name: within(getattr(block, name), *rest) if rest else value})
+
+    return within(config, *key.split("."))
 
 
 def out_of_range(config: Config) -> list[Problem]:

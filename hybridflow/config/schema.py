@@ -127,7 +127,7 @@ class TrainingConfig:
     clip_grad_norm: float | None = None
     """Norm to which gradients are clipped, for actor and critic; None: their ``optim.grad_clip``, else 1.0."""
     log_interval: int = 10
-    """Steps between lines of a log (on a terminal, a panel shows every step); metrics are recorded for every step."""
+    """Steps between looks at the best and worst samples on the terminal; each step has its line anyway."""
     eval_interval: int = 0
     """Steps between evaluations on the validation prompts; 0: only before and after the run."""
 

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from hybridflow.config.compose import Composed
 from hybridflow.config.problems import Problem
-from hybridflow.config.ranges import out_of_range
+from hybridflow.config.ranges import get, out_of_range, replaced
 from hybridflow.config.schema import Config
 from hybridflow.config.yaml_lines import Path
 
@@ -57,10 +57,10 @@ def validate(composed: Composed) -> tuple[Config, list[Problem]]:
     problems += _drop_unknown(composed)
     problems += _interpolate(composed)
     config, wrong = _typed(composed)
-    problems += wrong
-    broken = {problem.key for problem in wrong}
-    problems += [problem for problem in out_of_range(config) if problem.key not in broken]
-    return config, problems
+    outside = out_of_range(config)  # a value of the wrong type has become its default, which is in range
+    for problem in outside:
+        config = replaced(config, problem.key, get(Config(), problem.key))
+    return config, problems + wrong + outside
 
 
 def located(problems: Iterable[Problem], places: Mapping[str, str]) -> list[Problem]:

@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hybridflow.errors import HybridFlowError
+from hybridflow.telemetry.samples import Sample
 
 Facts = list[tuple[str, str]]
 BOX_WIDTH = 100
+SAMPLE_WIDTH = 70
 BOX_LINES = 12  # of the message: Ray's own can have a hundred
 
 # The step line says where time went in three words; a phase that is not named here belongs to training.
@@ -145,6 +147,16 @@ def step_line(step: int, total_steps: int, metrics: Mapping[str, float], eta_sec
     if math.isfinite(eta_seconds):
         parts.append(f"eta {duration(eta_seconds)}")
     return " | ".join(parts)
+
+
+def sample_lines(best: Sequence[Sample], worst: Sequence[Sample]) -> list[str]:
+    """A few samples, the best first: reward, prompt and response, each on one line and cut where it is long."""
+    rows = [(f"{s.reward:6.3f}", _one_line(s.prompt), "->", _one_line(s.response)) for s in (*best, *worst[::-1])]
+    return [f"    {line}" for line in align([("reward", "prompt", "", "response"), *rows])] if rows else []
+
+
+def _one_line(text: str) -> str:
+    return textwrap.shorten(text, SAMPLE_WIDTH, placeholder=" ...") or "(empty)"
 
 
 def eval_line(step: int, total_steps: int, metrics: Mapping[str, float]) -> str:

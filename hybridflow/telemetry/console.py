@@ -8,7 +8,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 from hybridflow.errors import HybridFlowError
@@ -21,9 +21,11 @@ from hybridflow.telemetry.cards import (
     eval_line,
     failure_lines,
     grouped_seconds,
+    sample_lines,
     si,
     step_line,
 )
+from hybridflow.telemetry.samples import Sample
 
 if TYPE_CHECKING:
     from rich.panel import Panel
@@ -42,10 +44,9 @@ PANEL = (
 class Console:
     """Plain text, made for logs: every line is complete, flushed and free of control codes."""
 
-    def __init__(self, total_steps: int, *, log_interval: int = 1, stream: TextIO | None = None):
-        self.total_steps, self.log_interval = total_steps, max(1, log_interval)
+    def __init__(self, total_steps: int, *, stream: TextIO | None = None):
+        self.total_steps = total_steps
         self.stream = stream or sys.stdout
-        self._first_step = True
         self._step_ends: deque[tuple[int, float]] = deque(maxlen=20)
 
     def card(self, card: RunCard) -> None:
@@ -59,11 +60,14 @@ class Console:
         self._print(f"warning: {text}")
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line, at the first, the last and every ``log_interval``-th step."""
+        """One line a step."""
         self._step_ends.append((step, time.monotonic()))
-        if self._first_step or step == self.total_steps or step % self.log_interval == 0:
-            self._print(step_line(step, self.total_steps, metrics, self.eta_seconds()))
-        self._first_step = False
+        self._print(step_line(step, self.total_steps, metrics, self.eta_seconds()))
+
+    def samples(self, best: Sequence[Sample], worst: Sequence[Sample]) -> None:
+        """What the policy says: the step's best and worst samples."""
+        for line in sample_lines(best, worst):
+            self._print(line)
 
     def eval(self, step: int, metrics: Mapping[str, float]) -> None:
         self._print(eval_line(step, self.total_steps, metrics))
@@ -103,8 +107,8 @@ class Console:
 class LiveConsole(Console):
     """A panel that stays at the bottom of a terminal while other output scrolls by above it."""
 
-    def __init__(self, total_steps: int, *, log_interval: int = 1, stream: TextIO | None = None):
-        super().__init__(total_steps, log_interval=log_interval, stream=stream)
+    def __init__(self, total_steps: int, *, stream: TextIO | None = None):
+        super().__init__(total_steps, stream=stream)
         from rich.console import Console as RichConsole
         from rich.live import Live
 
@@ -133,6 +137,10 @@ class LiveConsole(Console):
         self._step_ends.append((step, time.monotonic()))
         self._step, self._metrics, self._note = step, dict(metrics), ""
         self._rewards.append(metrics.get("reward/mean", math.nan))
+
+    def samples(self, best: Sequence[Sample], worst: Sequence[Sample]) -> None:
+        for line in sample_lines(best, worst):
+            self._rich.print(_plain(line, "dim"))
 
     def eval(self, step: int, metrics: Mapping[str, float]) -> None:
         self._evals[step] = metrics.get("eval/reward_mean", math.nan)
@@ -196,11 +204,11 @@ class LiveConsole(Console):
         return f"reward {low:.3f} {''.join(SPARKS[height] for height in heights)} {high:.3f}"
 
 
-def make_console(total_steps: int, *, log_interval: int = 1, stream: TextIO | None = None) -> Console:
+def make_console(total_steps: int, *, stream: TextIO | None = None) -> Console:
     """The console for this terminal: live where it is a tty that can move its cursor."""
     out = stream or sys.stdout
     live = out.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
-    return (LiveConsole if live else Console)(total_steps, log_interval=log_interval, stream=out)
+    return (LiveConsole if live else Console)(total_steps, stream=out)
 
 
 def print_failure(

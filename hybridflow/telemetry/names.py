@@ -42,7 +42,6 @@ _ENTRIES = (
     MetricName("reward/failures", "samples", "sum", "responses that the reward function gave no score"),
     MetricName("reward/failures_<cause>", "samples", "sum", "by cause: timeout, raised, died, not_finite, ..."),
     MetricName("eval/reward_mean", "reward", _SAMPLE, "score on held-out prompts"),
-    MetricName("eval/reward_std", "reward", "over samples", "standard deviation of the score on held-out prompts"),
     MetricName("eval/response_length_mean", "tokens", _SAMPLE, "length of the responses to held-out prompts"),
     MetricName("eval/failures", "samples", "sum", "held-out responses that got no score"),
     # distance from the reference, and between the two engines
@@ -56,7 +55,6 @@ _ENTRIES = (
     # losses and the policy update
     MetricName("loss/policy", "1", _TOKEN, "clipped policy loss, entropy bonus included"),
     MetricName("loss/value", "1", _TOKEN, "clipped value loss"),
-    MetricName("loss/entropy", "nats", _TOKEN, "entropy as it enters the policy loss"),
     MetricName("loss/supervised", "nats per token", _TOKEN, "cross-entropy of the supervised warm-up"),
     MetricName("policy/clip_fraction", "fraction", _TOKEN, "tokens whose ratio was clipped"),
     MetricName("policy/dual_clip_fraction", "fraction", _TOKEN, "tokens that the dual clip bounded"),
@@ -93,10 +91,8 @@ _ENTRIES = (
     # cost
     MetricName("time/<phase>_seconds", "seconds", "sum", "wall time of a phase of the step, without phases inside it"),
     MetricName("time/step_seconds", "seconds", "sum", "wall time of the step, evaluation and checkpoint left out"),
-    MetricName("memory/<phase>_bytes", "bytes", "max over ranks", "peak memory of a rank in a phase"),
+    MetricName("memory/<phase>_bytes", "bytes", "max over ranks", "resident memory of a worker process at the end of its calls"),
     MetricName("throughput/tokens_per_second", "tokens/second", "sum", "batch/tokens over time/step_seconds"),
-    MetricName("resharding/bytes", "bytes", "sum", "bytes that went from trainer to engine ranks"),
-    MetricName("warmup/<what>", "as named", "last", "the supervised warm-up before the first step"),
 )
 
 TABLE: dict[str, MetricName] = {entry.name: entry for entry in _ENTRIES}

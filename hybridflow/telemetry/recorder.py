@@ -18,6 +18,7 @@ from hybridflow.telemetry.environment import describe
 from hybridflow.telemetry.metrics import Metric
 from hybridflow.telemetry.names import check_names
 from hybridflow.telemetry.report import build_report
+from hybridflow.telemetry.samples import extremes, latest_samples
 from hybridflow.telemetry.sinks import (
     BestEffort,
     JsonlSink,
@@ -30,6 +31,7 @@ from hybridflow.telemetry.sinks import (
 from hybridflow.telemetry.timeline import Timeline
 
 NAME_CHECK_STEPS = 2
+SHOWN_SAMPLES = 2  # best, and as many worst
 
 
 class Recorder:
@@ -52,6 +54,7 @@ class Recorder:
     Args:
         run_dir: the run's folder, made if missing.
         resumed_step: records of later steps are dropped and the rest is continued; 0 starts afresh.
+        log_interval: steps between looks at a few samples on the terminal.
         strict: also check metric names after the first steps (tests do).
 
     Raises:
@@ -73,7 +76,8 @@ class Recorder:
         self.total_steps, self.resumed_step, self._strict = total_steps, resumed_step, strict
         self._record = JsonlSink(self.run_dir / "metrics.jsonl", resumed_step)
         self._trackers: list[BestEffort] = []
-        self.console = make_console(total_steps, log_interval=log_interval, stream=stream)
+        self.console = make_console(total_steps, stream=stream)
+        self._log_interval = max(1, log_interval)
         self.timeline = Timeline(self.run_dir / "timeline.json", resumed_step=resumed_step)
         self._begin = time.perf_counter()
         self._step_begin: float | None = None
@@ -153,6 +157,9 @@ class Recorder:
         self.log(step, numbers)
         self._last_step, self._reward_mean = step, numbers.get("reward/mean", math.nan)
         self.console.step(step, numbers)
+        if step % self._log_interval == 0:
+            found = latest_samples(self.run_dir / "samples.jsonl", step)
+            self.console.samples(*extremes(found, SHOWN_SAMPLES))
         return numbers
 
     def eval(self, step: int, metrics: Mapping[str, float | Metric]) -> None:

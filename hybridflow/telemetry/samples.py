@@ -5,6 +5,7 @@ The recorder lives next to the data (text never enters the driver); the report a
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -15,6 +16,9 @@ import numpy as np
 
 from hybridflow.batch.batch import Batch
 from hybridflow.telemetry.sinks import JsonlFile, read_jsonl
+
+
+_TAIL_BYTES = 512 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +108,19 @@ def extremes(samples: Iterable[Sample], count: int) -> tuple[list[Sample], list[
     best = ranked[: min(count, (len(ranked) + 1) // 2)]
     worst = ranked[len(best) :][-count:] if count else []
     return best, worst[::-1]
+
+
+def latest_samples(path: str | Path, step: int) -> list[Sample]:
+    """The training samples of a step, from the end of the file (however long it is); [] where there are none."""
+    path = Path(path)
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        lines = file.read().decode("utf-8", errors="replace").splitlines()
+    # Lines are whole at the end (line-buffered); the first one may be half.
+    records = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+    return [Sample.of(record) for record in records if record["step"] == step and not record["held_out"]]
 
 
 def read_samples(path: str | Path) -> list[Sample]:

@@ -18,6 +18,7 @@ from hybridflow.errors import ConfigError, ResourceError, WorkerError
 from hybridflow.telemetry import check_names, environment, markdown_table, names, register_metric
 from hybridflow.telemetry.cards import RoleRow, RunCard, Summary, box, duration, failure_lines, si, step_line
 from hybridflow.telemetry.console import Console, LiveConsole, make_console, print_failure
+from hybridflow.telemetry.recorder import Recorder
 from hybridflow.telemetry.samples import Sample, SampleRecorder, extremes, read_samples
 from hybridflow.telemetry.sinks import BestEffort, JsonlSink, TensorBoardSink, WandbSink, read_jsonl
 from hybridflow.telemetry.timeline import Timeline, read_trace
@@ -334,17 +335,17 @@ def test_off_a_tty_there_is_one_plain_line_a_step():
     assert lines[-2].split() == ["next", "do", "x"] and lines[-1] == "Step 3/3 completed. Avg reward: 0.400"
 
 
-def test_log_interval_thins_the_lines_but_keeps_first_and_last():
+def test_a_look_at_samples_shows_the_best_and_the_worst_of_the_step(tmp_path):
     stream = io.StringIO()
-    console = Console(25, log_interval=10, stream=stream)
-    for step in range(1, 26):
-        console.step(step, {})
-    assert [line.split("/")[0] for line in stream.getvalue().splitlines()] == [
-        "step  1",
-        "step 10",
-        "step 20",
-        "step 25",
-    ]
+    recorder = Recorder(tmp_path / "run", total_steps=2, log_interval=2, stream=stream)
+    samples = SampleRecorder(tmp_path / "run" / "samples.jsonl")
+    for step in (1, 2):
+        samples.record(step, batch_of([0.1, 0.9, 0.5, 0.3, 0.7]))
+        recorder.step(step, {"reward/mean": 0.5})
+    lines = stream.getvalue().splitlines()
+    assert [line.split("/")[0] for line in lines if line.startswith("step")] == ["step 1", "step 2"]
+    shown = [float(line.split()[0]) for line in lines if line.startswith("    ") and line.split()[0] != "reward"]
+    assert shown == pytest.approx([0.9, 0.7, 0.3, 0.1])
 
 
 class Terminal(io.StringIO):

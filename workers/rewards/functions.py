@@ -42,6 +42,13 @@ class Outcome(NamedTuple):
     def cause(self) -> str:
         return self.failure.split(":")[0]
 
+    @property
+    def failed(self) -> bool:
+        return bool(self.failure) and self is not NOT_TRIED
+
+
+NOT_TRIED = Outcome(_NAN, "not tried")  # so many others had failed that the pool gave up
+
 
 class RewardFunction(NamedTuple):
     """A reward function that takes its arguments out of a dict. ``batched``: the dict holds lists."""

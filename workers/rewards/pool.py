@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection, wait
 
 from hybridflow.errors import HybridFlowError, WorkerError
 from workers.rewards.child import DONE, MAX_CHUNK, PAGE_BYTES, SCORES, STARTED
-from workers.rewards.functions import Outcome
+from workers.rewards.functions import NOT_TRIED, Outcome
 
 _LONGEST_WAIT_SECONDS = 0.5  # between looks at whether the processes live
 _NAN = float("nan")
@@ -56,14 +56,23 @@ class RewardPool:
         while waiting := [child for child in self._children if not child.ready]:
             self._wait(waiting)
 
-    def score(self, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> list[Outcome]:
+    def score(
+        self,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        answers: Sequence[str],
+        *,
+        max_failures: int | None = None,
+    ) -> list[Outcome]:
         """Score N samples; ``answers`` are JSON (the ``answer`` column). Failures are outcomes, never exceptions.
+
+        With more than ``max_failures`` of them it stops: what is left is ``NOT_TRIED``, no time limit is waited for.
 
         Raises:
             HybridFlowError: as ``wait_ready``, for processes that had to be replaced too.
         """
         columns = (list(prompts), list(responses), list(answers))
-        outcomes = [Outcome(_NAN)] * len(columns[0])
+        outcomes = [NOT_TRIED] * len(columns[0])
         todo = deque([(0, len(outcomes))] if outcomes else [])
         while todo or any(child.chunk for child in self._children):
             for child in self._children:
@@ -79,6 +88,9 @@ class RewardPool:
                         todo.appendleft((left, stop))
                 if cause:
                     self._children[index] = _Child(self.function)
+            if max_failures is not None and sum(outcome.failed for outcome in outcomes) > max_failures:
+                self._give_up(outcomes)
+                break
         return outcomes
 
     def close(self) -> None:
@@ -86,6 +98,14 @@ class RewardPool:
         for child in self._children:
             child.kill()
         self._children = []
+
+    def _give_up(self, outcomes: list[Outcome]) -> None:
+        """Replace the processes that are at work, and keep what they have scored."""
+        for index, child in enumerate(self._children):
+            if child.chunk:
+                child.kill()
+                child.collect(outcomes, "killed")
+                self._children[index] = _Child(self.function)
 
     def _next_chunk(self, todo: deque[tuple[int, int]], batched: bool) -> tuple[int, int]:
         """Half of an even share: large while much is left, small at the end, so that processes end together."""

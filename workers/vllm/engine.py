@@ -15,7 +15,7 @@ from hybridflow.batch.batch import Batch, Ragged
 from hybridflow.config.schema import ModelConfig, RolloutConfig
 from hybridflow.errors import ConfigError, NumericsError, WorkerError
 from hybridflow.seeds import derive_seed
-from hybridflow.telemetry.metrics import Max, Mean, Metric
+from hybridflow.telemetry.metrics import Max, Mean, Metric, Min
 from hybridflow.worker import WorkerContext
 from workers.resharding.boxes import ShardMap
 from workers.vllm import internals
@@ -242,6 +242,7 @@ class GenerationEngine:
         metrics: dict[str, Metric] = {
             "response/length_mean": Mean(float(lengths.sum()), len(lengths)),
             "response/length_max": Max(float(lengths.max(initial=0))),
+            "response/length_min": Min(float(lengths.min(initial=lengths.max(initial=0)))),
             "response/clipped_fraction": Mean(float(reasons.count("length")), len(reasons)),
         }
         return result, metrics
