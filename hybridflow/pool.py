@@ -146,8 +146,10 @@ class PoolMethod:
             encoder = _Encoder(protocol, coord, pool.layout, self._transfer.reads, rows)
             encoded = tuple(encoder(arg) for arg in args)
             named = {name: encoder(arg) for name, arg in kwargs.items()}
-            refs = pool.processes[coord.rank].call.options(num_returns=returns, name=f"{pool.role}.{self._name}").remote(
-                pool.role, self._name, encoded, named, *encoder.refs, *waits
+            refs = (
+                pool.processes[coord.rank]
+                .call.options(num_returns=returns, name=f"{pool.role}.{self._name}")
+                .remote(pool.role, self._name, encoded, named, *encoder.refs, *waits)
             )
             columns.append(refs[0] if returns == 2 else None)
             summaries.append(refs[1] if returns == 2 else refs)
@@ -281,7 +283,9 @@ def _likelihood_of_root(error: HybridFlowError) -> int:
     text = error.message
     if "process died" in text:
         return 0
-    return 2 if any(sign in text for sign in ("Connection closed", "Connection reset", "Broken pipe", "Timed out")) else 1
+    return (
+        2 if any(sign in text for sign in ("Connection closed", "Connection reset", "Broken pipe", "Timed out")) else 1
+    )
 
 
 def _first_line(error: BaseException) -> str:

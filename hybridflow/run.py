@@ -106,6 +106,7 @@ class Run:
                 self._workers,
                 run_dir=str(self.folder.path),
                 register=self.config.register,
+                threads=self.config.launcher.threads,
                 wait_seconds=self.config.launcher.wait_seconds,
                 on_call=self._saw_call,
                 say=self.recorder.note,
@@ -274,7 +275,9 @@ class Run:
             if self._stop_requested or not self._in_steps:
                 raise KeyboardInterrupt(signal.Signals(number).name)
             self._stop_requested = True
-            self.recorder.note(f"{signal.Signals(number).name}: finishing this step, then a checkpoint (again: stop now)")
+            self.recorder.note(
+                f"{signal.Signals(number).name}: finishing this step, then a checkpoint (again: stop now)"
+            )
 
         previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -308,4 +311,3 @@ def _metrics_of(call: Call) -> dict[str, Metric]:
     """The metrics a call's collected ranks report; {} for calls that return something else."""
     values = [value for value in call.result() if isinstance(value, dict)]
     return merge({k: v for k, v in value.items() if hasattr(v, "merge")} for value in values)
-

@@ -15,13 +15,16 @@ from hybridflow.config.schema import LauncherConfig
 from hybridflow.errors import ConfigError, ResourceError
 from placement.device import LOGICAL_DEVICES_PER_NODE, DeviceKind, kind_of, local_gpus
 
-# What every worker process gets. One thread: two busy-waiting OpenMP pools on one core made a step twenty times slower.
-WORKER_ENV = {
-    "OMP_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "passive",
-    "TOKENIZERS_PARALLELISM": "false",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-}
+
+def worker_env(threads: int) -> dict[str, str]:
+    """What every worker process gets. Idle threads wait passively: two thread pools that spin on the same cores made a
+    step twenty times slower."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "passive",
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
 
 
 @contextmanager
@@ -46,8 +49,9 @@ def connect(launcher: LauncherConfig, *, namespace: str) -> Iterator[DeviceKind]
     except (ConnectionError, OSError, ValueError, RuntimeError) as error:
         raise ResourceError(
             f"cannot {'connect to ' + address if address else 'start Ray on this machine'}: {error}",
-            hint="check RAY_ADDRESS (unset it to start a Ray of your own)" if address else "is the dashboard's port in "
-            "use? set launcher.dashboard=false, or stop the other Ray with `ray stop`",
+            hint="check RAY_ADDRESS (unset it to start a Ray of your own)"
+            if address
+            else "is the dashboard's port in use? set launcher.dashboard=false, or stop the other Ray with `ray stop`",
             where="ray",
         ) from error
     try:

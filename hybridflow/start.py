@@ -14,7 +14,7 @@ from hybridflow.lease import Lease
 from hybridflow.loading import load
 from hybridflow.pool import Call, Pool
 from hybridflow.process import RemoteProcess
-from hybridflow.session import WORKER_ENV
+from hybridflow.session import worker_env
 from hybridflow.worker import Worker
 from placement.groups import release, reserve
 from placement.plan import PlacementPlan, Team
@@ -29,6 +29,7 @@ class Pools:
         plan: where each role runs.
         workers: for each role, its class as "module:name".
         run_dir: the run's folder; register: the user's modules, imported in every process.
+        threads: CPU threads of each process.
         wait_seconds: how long to wait for the cluster to have room.
         on_call: told of every pool call (telemetry); say: shows a line while waiting.
     """
@@ -40,11 +41,13 @@ class Pools:
         *,
         run_dir: str,
         register: tuple[str, ...] = (),
+        threads: int = 1,
         wait_seconds: float = 60.0,
         on_call: Callable[[Call], None] | None = None,
         say: Callable[[str], None] | None = None,
     ):
         self.plan = plan
+        self._env = worker_env(threads)
         # Ray wants names unique on a cluster, and two runs may share one.
         self.label = f"{Path(run_dir).name}-{uuid.uuid4().hex[:6]}"
         self._groups = reserve(plan, self.label, wait_seconds=wait_seconds, say=say)
@@ -118,7 +121,7 @@ class Pools:
 
     def _start_process(self, index: int, team: Team, rank: int, run_dir: str, register: tuple[str, ...]) -> Any:
         kind, group = self.plan.kind, self._groups[index]
-        options: dict[str, Any] = {"num_cpus": kind.cpus, "runtime_env": {"env_vars": WORKER_ENV}}
+        options: dict[str, Any] = {"num_cpus": kind.cpus, "runtime_env": {"env_vars": self._env}}
         if team.devices:
             share = self.plan.share(index)
             options |= {"num_gpus": share} if kind.resource == "GPU" else {"resources": {kind.resource: share}}

@@ -61,7 +61,7 @@ def guarded(run: Callable[[], int | None]) -> int:
     """Call ``run``; an error is printed once, in a box, and becomes an exit code."""
     try:
         code = run() or 0
-        sys.stdout.flush()
+        print(end="", flush=True)
         return code
     except BrokenPipeError:  # the reader has seen enough (`hybridflow config | head`): end as all tools do, silently
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has nowhere to go

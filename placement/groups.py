@@ -27,7 +27,9 @@ def reserve(
     deadline = time.monotonic() + wait_seconds
     _await_total(plan, deadline, say)
     groups = [
-        placement_group([dict(b.resources) for b in plan.bundles(i)], strategy="PACK", name=f"{label}: {_name(plan, i)}")
+        placement_group(
+            [dict(b.resources) for b in plan.bundles(i)], strategy="PACK", name=f"{label}: {_name(plan, i)}"
+        )
         for i in range(len(plan.sets))
     ]
     try:

@@ -161,7 +161,7 @@ def code_digest(name: str) -> str:
 def _register(composed: Composed) -> tuple[dict[str, str], list[Problem]]:
     """Import the user's code before anything is checked, so that what it registers is known."""
     value = composed.values.get(("register",)) or []
-    names = [name for name in (value if isinstance(value, list) else [value]) if isinstance(name, str)]
+    names = map(str, value if isinstance(value, list) else [value])
     code, problems = {}, []
     for name in names:
         try:

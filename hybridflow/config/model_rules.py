@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
 
 import numpy as np
 
@@ -11,7 +10,9 @@ from hybridflow.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from hybridflow.algorithms.kl import kl_estimate
 from hybridflow.config.draft import Draft
 from hybridflow.config.ranges import get
+from hybridflow.data.sources import is_file, unreadable
 from hybridflow.errors import ConfigError
+from hybridflow.loading import check_defines
 
 ALGORITHMS = ("ppo",)
 RESHARDING_PROTOCOLS = ("auto", "shared_memory", "object_store", "checkpoint")
@@ -85,8 +86,11 @@ def reward(draft: Draft) -> None:
         if not name:
             hint = "write path/to/file.py:name or package.module:name"
             draft.refuse("reward_model.function", f"{config.function!r} does not name a function", hint)
-        elif module.endswith(".py") and not Path(module).expanduser().is_file():
-            draft.refuse("reward_model.function", f"there is no file {module!r}", "give a path from the current folder")
+        elif module.endswith(".py"):
+            try:
+                check_defines(config.function)
+            except ConfigError as error:
+                draft.refuse_as("reward_model.function", error)
 
 
 def data(draft: Draft) -> None:
@@ -95,8 +99,8 @@ def data(draft: Draft) -> None:
     for key in ("data.train", "data.validation", "warmup.data"):
         value = get(draft.config, key)
         for name in (value,) if isinstance(value, str) else value or ():
-            if Path(name).suffix in (".parquet", ".jsonl", ".json") and not Path(name).expanduser().is_file():
-                draft.refuse(key, f"there is no file {name!r}", "give a path from the current folder")
+            if is_file(name) and (error := unreadable(name)):
+                draft.refuse_as(key, error)
 
 
 def run_folder(draft: Draft) -> None:

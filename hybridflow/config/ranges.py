@@ -27,7 +27,7 @@ _LIMITS: dict[str, tuple[Callable[[Any], bool], dict[str, tuple[str, ...]]]] = {
             "reward_model": ("processes",),
             "data": ("train_batch_size", "max_prompt_length"),
             "checkpoint": ("keep_last_k",),
-            "launcher": ("devices",),
+            "launcher": ("devices", "threads"),
             "warmup": ("batch_size",),
         },
     ),

@@ -302,6 +302,8 @@ class LauncherConfig:
     """Devices of the run; None: all of this machine (on CPU one)."""
     wait_seconds: float = 60.0
     """How long a cluster that lacks devices is waited for."""
+    threads: int = 1
+    """CPU threads of each worker process. One is best while several processes work at once on few cores."""
     dashboard: bool = False
     """Start Ray's dashboard with a Ray that this run starts itself."""
     nproc_per_node: int | None = None

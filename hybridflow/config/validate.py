@@ -51,6 +51,13 @@ def leaf_paths() -> tuple[Path, ...]:
     )
 
 
+@functools.cache
+def _lists_of_text() -> frozenset[Path]:
+    """Keys that hold a list of texts: one text alone is a list of one."""
+    hints = {block: typing.get_type_hints(cls) for block, cls in sections().items()}
+    return frozenset(path for path in leaf_paths() if hints[path[:-1]][path[-1]] == tuple[str, ...])
+
+
 def validate(composed: Composed) -> tuple[Config, list[Problem]]:
     """The config that the given values make, and what is wrong with them (each with the place it was given)."""
     problems = list(composed.problems)
@@ -142,7 +149,8 @@ def _adapter() -> TypeAdapter[Config]:
 def _typed(composed: Composed) -> tuple[Config, list[Problem]]:
     """Build the dataclasses; a value of the wrong type becomes a problem and falls back to its default."""
     adapter = _adapter()
-    values = dict(composed.values)
+    lists = _lists_of_text()
+    values = {path: [v] if path in lists and isinstance(v, str) else v for path, v in composed.values.items()}
     try:
         return adapter.validate_python(_nested(values)), []
     except ValidationError as error:
@@ -151,7 +159,7 @@ def _typed(composed: Composed) -> tuple[Config, list[Problem]]:
         for detail in error.errors(include_url=False):
             parts = tuple(map(str, detail["loc"]))
             path = next(parts[:length] for length in range(len(parts), 0, -1) if parts[:length] in keys)
-            wish = detail["msg"].removeprefix("Input should be ").replace("Input should", "should")
+            wish = detail["msg"].replace("Input should be ", "").replace("Input ", "").replace("tuple", "list")
             wishes.setdefault(path, []).append(wish.partition(", unable")[0])
     problems = [
         Problem(".".join(path), f"must be {' or '.join(wish)}, but is {values.pop(path)!r}", "", composed.where[path])

@@ -98,7 +98,14 @@ def load_prompts(data: DataConfig, tokenizer: Tokenizer, seed: int) -> tuple[Pro
         unique = _first_of_each(train.texts)
         order = np.random.default_rng(derive_seed(seed, "held out")).permutation(len(unique))
         held_out = train.select(unique[order[: min(data.validation_size, len(unique) // 10)]])
-    return train.without(set(held_out.texts)), held_out
+    left = train.without(set(held_out.texts))
+    if not len(left):
+        raise ConfigError(
+            f"all {len(train)} training prompts are among the {len(held_out)} held-out ones, so none is left",
+            hint="lower data.validation_size (0: no evaluation), or bring more different prompts",
+            where="data.train",
+        )
+    return left, held_out
 
 
 def load_demonstrations(
@@ -210,9 +217,10 @@ def _first_of_each(texts: list[str]) -> np.ndarray:
 def _require_any(prompts: PromptSet, data: DataConfig) -> None:
     if len(prompts):
         return
+    counts = f"{prompts.empty} empty, {prompts.overlong} longer than {data.max_prompt_length} tokens"
     raise ConfigError(
-        f"no usable prompt in {', '.join(names_of(data.train))}: {prompts.empty} empty, "
-        f"{prompts.overlong} longer than {data.max_prompt_length} tokens",
+        f"no usable prompt in {', '.join(names_of(data.train))}: "
+        f"{counts if prompts.empty or prompts.overlong else 'it has none at all'}",
         hint='raise data.max_prompt_length, or set data.overlong="truncate"'
         if prompts.overlong
         else f"look at column {data.prompt_key!r} of the file (data.prompt_key)",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.schema import DataConfig
-from hybridflow.data.tasks import Row, load_task
+from hybridflow.data.tasks import Row, asked, load_task
 from hybridflow.errors import ConfigError
 from hybridflow.seeds import derive_seed
 
@@ -33,19 +33,41 @@ def is_file(name: str) -> bool:
     return ":" not in name and (Path(name).suffix != "" or "/" in name)
 
 
-def check_source(source: str | tuple[str, ...] | None, config: DataConfig) -> None:
-    """Quick check before anything starts: files can be opened and their first row has the prompt column.
+def unreadable(name: str) -> ConfigError | None:
+    """What is wrong with the name of a file, as far as can be seen without opening it; None if nothing is."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        files = [file for file in sorted(path.iterdir()) if file.suffix in _SUFFIXES]
+        hint = f"name the files in it: {path / files[0].name}" if files else "name a .parquet or .jsonl file"
+        return ConfigError(f"{name!r} is a folder", hint=hint)
+    if path.suffix not in _SUFFIXES:
+        return ConfigError(
+            f"{name!r} is no file that can be read: its name must end in {' or '.join(_SUFFIXES)}",
+            hint="write one JSON object a line (.jsonl), or a parquet file; a task of your own is my_task.py:MyTask",
+        )
+    if not path.is_file():
+        beside = [entry.name for entry in path.parent.glob("*")] if path.parent.is_dir() else []
+        near = get_close_matches(path.name, beside, n=1)
+        hint = f"did you mean {path.with_name(near[0])}?" if near else f"looked in {path.parent.resolve()}"
+        return ConfigError(f"there is no file {name!r}", hint=hint)
+    return None
+
+
+def check_source(source: str | tuple[str, ...] | None, config: DataConfig, key: str = "data.train") -> None:
+    """Quick check before anything starts: files can be opened and their first row has a prompt; ``key`` named them.
 
     Raises:
         ConfigError: the first problem, with the cure.
     """
-    for name in names_of(source):
-        if is_file(name):
-            for _, row in _records(name):
-                _require_prompt_column(name, row, config.prompt_key)
-                break
-        else:
-            load_task(name)
+    try:
+        for name in names_of(source):
+            if not is_file(name):
+                load_task(name)
+            elif next(_file_rows(name, config), None) is None:
+                raise ConfigError("the file has no rows", hint="was it written to its end?", where=name)
+    except ConfigError as error:
+        error.where = error.where or key
+        raise
 
 
 def read_rows(
@@ -64,7 +86,8 @@ def read_rows(
             rows.extend(_file_rows(name, config))
         else:
             task = load_task(name)
-            made = task.prompts(task.size if count is None else count, derive_seed(seed, "prompts", split), split)
+            size = task.size if count is None else count
+            made = asked(name, task.prompts, size, derive_seed(seed, "prompts", split), split)
             rows.extend(_of_task(name, made))
     return rows
 
@@ -90,12 +113,16 @@ def read_demonstrations(
             rows.extend(found)
         else:
             task = load_task(name)
-            rows.extend(_of_task(name, task.demonstrations(count, derive_seed(seed, "demonstrations"))))
+            rows.extend(_of_task(name, asked(name, task.demonstrations, count, derive_seed(seed, "demonstrations"))))
     return rows
 
 
 def _of_task(name: str, rows: Iterable[Row]) -> Iterator[Row]:
-    return (row._replace(extra={**row.extra, "task": name}) for row in rows)
+    for row in rows:
+        if not isinstance(row, Row):
+            hint = "import it: from hybridflow.data.tasks import Row"
+            raise ConfigError(f"task {name} made a {type(row).__name__}, not a Row", hint=hint)
+        yield row._replace(extra={**row.extra, "task": name})
 
 
 def _file_rows(name: str, config: DataConfig) -> Iterator[Row]:
@@ -104,6 +131,7 @@ def _file_rows(name: str, config: DataConfig) -> Iterator[Row]:
             _require_prompt_column(place, record, config.prompt_key)
         extra = dict(record)
         prompt, response = extra.pop(config.prompt_key), extra.pop("response", None)
+        _require_prompt(place, prompt, config.prompt_key)
         answer = extra.pop(config.answer_key, None)
         reward_model = record.get("reward_model")
         if answer is None and isinstance(reward_model, Mapping):
@@ -113,29 +141,16 @@ def _file_rows(name: str, config: DataConfig) -> Iterator[Row]:
 
 def _records(name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(place, record) of each row of a file."""
+    if error := unreadable(name):
+        raise error
     path = Path(name).expanduser()
-    if path.suffix not in _SUFFIXES:
-        raise ConfigError(
-            f"{name!r} is no file that can be read: its name must end in {' or '.join(_SUFFIXES)}",
-            hint="write one JSON object a line (.jsonl), or a parquet file; a task of your own is my_task.py:MyTask",
-            where="data.train",
-        )
-    if not path.is_file():
-        near = get_close_matches(
-            path.name, [p.name for p in path.parent.glob("*")] if path.parent.is_dir() else [], n=1
-        )
-        raise ConfigError(
-            f"there is no file {name!r}",
-            hint=f"did you mean {path.with_name(near[0])}?" if near else f"looked in {path.parent.resolve()}",
-            where="data.train",
-        )
     return _parquet_records(path) if path.suffix == ".parquet" else _json_records(path)
 
 
 def _json_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     number = 0
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
@@ -162,6 +177,17 @@ def _parquet_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         raise ConfigError(
             f"cannot be read: {error}", hint="is it a parquet file, and complete?", where=str(path)
         ) from error
+
+
+def _require_prompt(place: str, prompt: Any, key: str) -> None:
+    """A prompt is a text, or chat messages; an empty one is counted later."""
+    chat = isinstance(prompt, list) and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in prompt)
+    if prompt is not None and not isinstance(prompt, str) and not chat:
+        raise ConfigError(
+            f"column {key!r} holds {type(prompt).__name__} {prompt!r:.80}, which is no prompt",
+            hint="a prompt is a text, or a list of chat messages, each with role and content",
+            where=place,
+        )
 
 
 def _require_prompt_column(place: str, record: Mapping[str, Any], key: str) -> None:

@@ -1,21 +1,25 @@
 """Tasks: prompts made by code, together with the verifier that scores the answers.
 
 A task is named in the config (``data.train: sort``): the built-in ``sort``; any dataset of reasoning-gym, as
-``reasoning-gym:chain_sum`` or plainly ``chain_sum``; or a subclass of ``Task`` of your own, as ``my_task.py:MyTask``.
+``reasoning-gym:chain_sum`` or plainly ``chain_sum``, with settings behind a question mark
+(``chain_sum?max_terms=2&max_digits=1``); or a subclass of ``Task`` of your own, as ``my_task.py:MyTask``.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import lru_cache
 from random import Random
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
+from urllib.parse import parse_qsl
 
-from hybridflow.errors import ConfigError
-from hybridflow.loading import load
+import yaml
+
+from hybridflow.errors import ConfigError, HybridFlowError
+from hybridflow.loading import load, user_error
 
 Message = Mapping[str, Any]
 
@@ -95,7 +99,9 @@ class ReasoningGymTask(Task):
     size: ClassVar[int] = 2048
 
     def __init__(self, name: str):
+        name, _, settings = name.partition("?")
         self.name = name
+        self.settings = {key: yaml.safe_load(value) for key, value in parse_qsl(settings, keep_blank_values=True)}
         self.gym = _reasoning_gym()
         known = sorted(self.gym.factory.DATASETS)
         if name not in known:
@@ -126,11 +132,11 @@ class ReasoningGymTask(Task):
     @lru_cache(maxsize=4)  # noqa: B019 - tasks live as long as their process
     def _dataset(self, seed: int, size: int) -> Any:
         try:
-            return self.gym.create_dataset(self.name, seed=seed, size=size)
+            return self.gym.create_dataset(self.name, seed=seed, size=size, **self.settings)
         except Exception as error:
             raise ConfigError(
                 f"reasoning-gym cannot make {self.name!r}: {type(error).__name__}: {error}",
-                hint="choose another dataset, or wrap it in a task of your own (my_task.py:MyTask)",
+                hint="check the settings behind `?`, choose another dataset, or wrap it in a task of your own",
             ) from error
 
 
@@ -147,14 +153,15 @@ def load_task(name: str) -> Task:
         return ReasoningGymTask(name.removeprefix("reasoning-gym:"))
     if ":" in name:
         task = load(name)
-        task = task() if isinstance(task, type) else task
+        if isinstance(task, type):
+            task = asked(name, task)
         if not isinstance(task, Task):
             raise ConfigError(f"{name} is no task but {type(task).__name__}", hint="derive it from hybridflow's Task")
         return task
     known = ["sort"]
     if importlib.util.find_spec("reasoning_gym"):
         known += _reasoning_gym().factory.DATASETS
-        if name in known:
+        if name.partition("?")[0] in known[1:]:
             return ReasoningGymTask(name)
     near = get_close_matches(name, known, n=3)
     raise ConfigError(
@@ -162,6 +169,20 @@ def load_task(name: str) -> Task:
         hint=(f"did you mean {', '.join(near)}? " if near else "")
         + "tasks are sort, reasoning-gym:NAME, or your own as my_task.py:MyTask",
     )
+
+
+def asked(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a task's code, which may be the user's: what it raises becomes one error with the task's name.
+
+    Raises:
+        ConfigError: the code raised.
+    """
+    try:
+        return function(*arguments)
+    except HybridFlowError:
+        raise
+    except Exception as error:
+        raise user_error(f"task {name}", error) from error
 
 
 def _reasoning_gym() -> Any:

@@ -91,7 +91,9 @@ _ENTRIES = (
     # cost
     MetricName("time/<phase>_seconds", "seconds", "sum", "wall time of a phase of the step, without phases inside it"),
     MetricName("time/step_seconds", "seconds", "sum", "wall time of the step, evaluation and checkpoint left out"),
-    MetricName("memory/<phase>_bytes", "bytes", "max over ranks", "resident memory of a worker process at the end of its calls"),
+    MetricName(
+        "memory/<phase>_bytes", "bytes", "max over ranks", "resident memory of a worker process at the end of its calls"
+    ),
     MetricName("throughput/tokens_per_second", "tokens/second", "sum", "batch/tokens over time/step_seconds"),
 )
 

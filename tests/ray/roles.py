@@ -32,7 +32,9 @@ class Echo(Worker):
     def respond(self, batch: Batch, scale: int = 2) -> Batch:
         """Each response is the prompt times ``scale``."""
         prompt = batch.ragged("prompt_tokens")
-        return Batch.of(batch.sample_ids, response_tokens=Ragged((prompt.values * scale).astype(np.int32), prompt.offsets))
+        return Batch.of(
+            batch.sample_ids, response_tokens=Ragged((prompt.values * scale).astype(np.int32), prompt.offsets)
+        )
 
     @transfer("3D_PROTO", reads=("prompt_tokens", "response_tokens"), writes=("values",))
     def score(self, batch: Batch) -> tuple[Batch, dict]:

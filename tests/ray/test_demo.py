@@ -65,7 +65,14 @@ def test_five_worker_processes_at_most(demo):
 
 def test_the_run_folder_is_complete(demo):
     names = {path.name for path in demo.folder.iterdir()}
-    wanted = {"config.resolved.yaml", "environment.json", "plan.json", "metrics.jsonl", "samples.jsonl", "timeline.json"}
+    wanted = {
+        "config.resolved.yaml",
+        "environment.json",
+        "plan.json",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "timeline.json",
+    }
     assert wanted | {"report.html", "tensorboard", "checkpoints", "model"} <= names
     assert not list(demo.folder.rglob(".writing*")) and not (demo.folder / "run.lock").exists()
     page = (demo.folder / "report.html").read_text()

@@ -51,7 +51,12 @@ def test_processes_are_named_for_the_dashboard(pools):
 def test_each_protocol_scatters_and_gathers_as_the_paper_says(pools):
     echo, second = pools["echo"], pools["second"]
     batch = pools["source"].prompts(8)
-    assert echo.where().result() == [("echo", 0, 0, 0, 0), ("echo", 1, 0, 1, 0), ("echo", 2, 1, 0, 0), ("echo", 3, 1, 1, 0)]
+    assert echo.where().result() == [
+        ("echo", 0, 0, 0, 0),
+        ("echo", 1, 0, 1, 0),
+        ("echo", 2, 1, 0, 0),
+        ("echo", 3, 1, 1, 0),
+    ]
     assert second.where().result() == [("second", 0, 0, 0, 0), ("second", 1, 0, 0, 1)]
     assert second.where_last().result() == [1]
     assert second.where_pp().result() == [0, 1]

@@ -12,7 +12,7 @@ from tests.ray.runs import SUCCESS, Finished, train
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.engine]
 
 # A reward function that knows the right scores, and gives them to the wrong samples.
-PERMUTED = '''
+PERMUTED = """
 import random
 from hybridflow.data.tasks import SortTask
 from workers.rewards.functions import batched
@@ -22,7 +22,7 @@ def permuted(prompt, response, answer):
     scores = [SortTask().reward(*row) for row in zip(prompt, response, answer)]
     random.Random(len(scores)).shuffle(scores)
     return scores
-'''
+"""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,9 @@ def test_the_demo_learns_with_other_seeds(model, tmp_path, seed):
 def test_with_permuted_rewards_nothing_is_learned(model, tmp_path):
     """The control: the same run, each response scored by another one's merit."""
     (tmp_path / "permuted.py").write_text(PERMUTED)
-    done = demo(tmp_path / "run", model, f"reward_model.function={tmp_path}/permuted.py:permuted", "training.total_steps=40")
+    done = demo(
+        tmp_path / "run", model, f"reward_model.function={tmp_path}/permuted.py:permuted", "training.total_steps=40"
+    )
     metrics = done.metrics()
     assert abs(metrics[40]["eval/reward_mean"] - metrics[0]["eval/reward_mean"]) < 0.1
     assert metrics[40]["loss/policy"] != metrics[1]["loss/policy"], "the policy did move"
@@ -91,7 +93,13 @@ def test_a_layout_changes_no_number(model, tmp_path, apart, layout):
 @pytest.mark.parametrize("way", ["adapter", "merged"])
 def test_lora_reaches_the_engine(model, tmp_path, way, tp):
     arguments = (*SHORT, *ONE_SET, f"launcher.devices={tp}", f"mcore_config.tensor_model_parallel_size={tp}")
-    arguments += ("model.lora_rank=8", "model.lora_alpha=16", f"rollout.lora={way}", "actor.optim.lr=1e-2", "warmup.steps=0")
+    arguments += (
+        "model.lora_rank=8",
+        "model.lora_alpha=16",
+        f"rollout.lora={way}",
+        "actor.optim.lr=1e-2",
+        "warmup.steps=0",
+    )
     metrics = demo(tmp_path / "run", model, *arguments).metrics()
     assert all(metrics[step]["mismatch/abs_log_prob"] < 1e-4 for step in range(1, 4))
     assert metrics[3]["kl/actor_reference"] != 0.0, "the adapters moved, and the engine with them"

@@ -23,7 +23,14 @@ def test_the_tutorials_command_runs_to_its_success_line(tmp_path):
     text = "\n".join(done.lines)
     assert SUCCESS.fullmatch(done.lines[-1]) and done.lines[-1].startswith("Step 10/10 completed. Avg reward: ")
     assert "HybridEngine initialized with TP=1, SP=False" in done.lines
-    for adjusted in ("sequence_parallel", "fsdp", "fsdp_use_orig_params", "use_flash_attn", "reward_model", "data.train"):
+    for adjusted in (
+        "sequence_parallel",
+        "fsdp",
+        "fsdp_use_orig_params",
+        "use_flash_attn",
+        "reward_model",
+        "data.train",
+    ):
         assert f"{adjusted}: " in text, f"no line says what became of {adjusted}"
     # bfloat16 on both sides: the engines differ by rounding of their own kernels, not more
     assert all(step["mismatch/abs_log_prob"] < 0.05 for number, step in done.metrics().items() if 0 < number <= 10)

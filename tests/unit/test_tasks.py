@@ -94,3 +94,12 @@ def test_reasoning_gym_absent_is_said(monkeypatch):
     with pytest.raises(ConfigError, match="cannot be imported") as error:
         ReasoningGymTask("chain_sum")
     assert "pip install reasoning-gym" in error.value.hint
+
+
+def test_settings_of_a_reasoning_gym_dataset_stand_behind_a_question_mark():
+    task = load_task("reasoning-gym:chain_sum?min_terms=2&max_terms=2&max_digits=1")
+    rows = task.prompts(20, 3, "train")
+    assert all(len([word for word in row.prompt.split() if word.isdigit()]) == 2 for row in rows)
+    assert all(task.reward(response=row.answer, **row.extra) == 1.0 for row in rows)
+    with pytest.raises(ConfigError, match="cannot make 'chain_sum'.*max_term"):
+        load_task("chain_sum?max_term=2").prompts(1, 0, "train")

@@ -5,6 +5,8 @@ They are one per process: all Megatron roles of a process share them, so they mu
 
 from __future__ import annotations
 
+import os
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -44,7 +46,7 @@ def initialize(layout: Layout, seed: int, device: str) -> torch.device:
     if on_cuda:
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(1)  # ranks share the cores: more threads each only spin against one another
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # not all cores: ranks share them
     if parallel_state.model_parallel_is_initialized():
         _check_same(layout)
     else:

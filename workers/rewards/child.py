@@ -38,6 +38,7 @@ def main(name: str, socket: int, page_file: int, parent: int) -> None:
     try:
         function = load_function(name)
     except HybridFlowError as error:
+        error.where = error.where or "reward_model.function"
         connection.send(("refused", error))
         return
     connection.send(("ready", function.batched))
