@@ -1,8 +1,8 @@
 """Checkpoints of a run: written aside, committed by a rename with a manifest, pruned to the last k.
 
-``checkpoints/step_000100/`` holds ``actor/`` and ``critic/`` (Megatron distributed checkpoints), ``driver.json`` (what the
-driver must know to go on) and ``manifest.json``. A folder without a manifest was never committed and is swept away. The
-folder must be visible to all nodes of the run.
+``checkpoints/step_000100/`` holds ``actor/`` and ``critic/`` (Megatron distributed checkpoints), ``driver.json`` (what
+the driver must know to go on) and ``manifest.json``. What was never committed counts for nothing, and is swept away
+when the run ends, or at the next save. The folder must be visible to all nodes of the run.
 """
 
 from __future__ import annotations
@@ -44,13 +44,18 @@ class CheckpointStore:
 
     def begin(self, step: int) -> Path:
         """An empty folder to write the checkpoint of ``step`` into. It counts for nothing until ``commit``."""
+        self.sweep()
         aside = self.folder / f".writing_step_{step:06d}"
-        shutil.rmtree(aside, ignore_errors=True)
         try:
             aside.mkdir(parents=True)
         except OSError as error:
             raise _no_room(self.folder, error) from error
         return aside
+
+    def sweep(self) -> None:
+        """Remove what was begun and never committed."""
+        for leftover in self.folder.glob(".writing_step_*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def commit(self, aside: Path, step: int, state: Mapping[str, Any]) -> Path:
         """Make the checkpoint count: state and manifest first, then one rename; then drop the oldest."""
@@ -79,7 +84,7 @@ class CheckpointStore:
         if not committed:
             return None
         folder = committed[-1]
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest = _read_manifest(folder)
         if manifest["format_version"] != FORMAT_VERSION:
             raise ConfigError(
                 f"checkpoint format {manifest['format_version']} is not the one this version reads ({FORMAT_VERSION})",
@@ -98,6 +103,17 @@ class CheckpointStore:
 
     def _committed(self) -> list[Path]:
         return sorted(manifest.parent for manifest in self.folder.glob("step_*/manifest.json"))
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads((folder / "manifest.json").read_text()))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"manifest.json cannot be read: {error}",
+            hint="delete this checkpoint's folder to continue from the one before it",
+            where=str(folder),
+        ) from error
 
 
 def _write_json(path: Path, value: Any) -> None:

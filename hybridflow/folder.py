@@ -22,8 +22,8 @@ class RunFolder:
     """``<log_dir>/<exp_name>``, locked. Use as a context manager.
 
     With ``checkpoint.resume: auto`` a folder whose run has a checkpoint and steps left is continued (``checkpoint`` is
-    set); one whose run ended, or never saved, stays as it is and the next free name (``-2``, ``-3``, ...) is taken. With
-    ``off`` a folder that holds a run is an error.
+    set); one whose run ended, or never saved, stays as it is and the next free name (``-2``, ``-3``, ...) is taken.
+    With ``off`` a folder that holds a run is an error.
 
     Args:
         config: of the run.
@@ -48,8 +48,9 @@ class RunFolder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.store.sweep()
+        (self.path / "run.lock").unlink(missing_ok=True)  # while it is held: nobody can have locked this file since
         self._lock.close()
-        (self.path / "run.lock").unlink(missing_ok=True)
 
     def _choose(self, first: Path) -> tuple[Path, Checkpoint | None]:
         number, path = 1, first
@@ -110,10 +111,20 @@ def _lock(path: Path) -> Any:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise _in_use(path) from error
+    if not _is_at(path / "run.lock", file):  # its holder ended between our open and our lock, and took it away
+        file.close()
+        return _lock(path)
     file.truncate(0)
     file.write(f"{os.getpid()} on {socket.gethostname()}")
     file.flush()
     return file
+
+
+def _is_at(path: Path, file: Any) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def _check_unlocked(path: Path) -> None:

@@ -7,6 +7,7 @@ stay in the object store; the summary is small and is what the driver reads: len
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -20,11 +21,12 @@ import ray
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ref import BatchSlice
-from hybridflow.errors import HybridFlowError, WorkerError
+from hybridflow.errors import HybridFlowError, ResourceError, WorkerError
 from hybridflow.loading import load, load_module
 from hybridflow.worker import Worker, WorkerContext
 from placement.layout import Coord, Layout
 
+_FULL_BYTES = 1 << 20  # less than this is left of a disk that is called full
 _LENGTHS_OF = ("prompt_tokens", "response_tokens")
 
 
@@ -151,6 +153,12 @@ class WorkerProcess:
         if isinstance(error, HybridFlowError):
             error.where = error.where or self._place(role)
             return error
+        if _disk_is_full(self._run_dir, error):
+            return ResourceError(
+                f"cannot write to {self._run_dir}, its disk is full ({method} raised {type(error).__name__}: {error})",
+                hint="make room there, or set log_dir to another disk; the run goes on from its last checkpoint",
+                where=self._place(role),
+            )
         return WorkerError(
             f"{method} raised {type(error).__name__}: {error}\n{_own_frames(error)}",
             hint="the frames above are the worker's own; its full log is in the Ray session's logs",
@@ -198,6 +206,14 @@ def _resident_bytes() -> int:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return 0
+
+
+def _disk_is_full(folder: str, error: Exception) -> bool:
+    """Whether a full disk made a call fail. Writers hide it in errors of many kinds: so the disk is asked, too."""
+    try:
+        return "No space left" in str(error) or shutil.disk_usage(folder).free < _FULL_BYTES
+    except OSError:
+        return False
 
 
 def _check_written(batch: Batch, writes: tuple[str, ...]) -> None:

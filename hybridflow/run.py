@@ -1,7 +1,7 @@
 """One run of an algorithm: its folder, Ray, pools, telemetry and checkpoints, and the steps between.
 
-The algorithm (``jobs/ppo.py``) asks a ``Run`` for its steps and calls pools; every call is seen here, so that metrics and
-times of a step are collected without the algorithm saying so.
+The algorithm (``jobs/ppo.py``) asks a ``Run`` for its steps and calls pools; every call is seen here, so that metrics
+and times of a step are collected without the algorithm saying so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from hybridflow.telemetry.metrics import Max, Mean, Metric, Sum, merge
 from hybridflow.telemetry.recorder import Recorder
 from placement.device import DeviceKind
 from placement.plan import PlacementPlan
-
 
 INTERRUPTED = 130
 _EVALUATION = {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,8 +33,8 @@ def worker_env(threads: int) -> dict[str, str]:
 def connect(launcher: LauncherConfig, *, namespace: str) -> Iterator[DeviceKind]:
     """Connect, give the kind of device the cluster has, and disconnect at the end.
 
-    Inside a submitted job, or with RAY_ADDRESS set, that cluster is used; otherwise a Ray of our own is started here and
-    ends with the driver. Connecting inside an already connected process (a notebook, a test) uses that connection.
+    Inside a submitted job, or with RAY_ADDRESS set, that cluster is used; otherwise a Ray of our own is started here
+    and ends with the driver. Connecting inside an already connected process (a notebook, a test) uses that connection.
     """
     check_not_shadowed()
     if ray.is_initialized():
@@ -42,10 +44,11 @@ def connect(launcher: LauncherConfig, *, namespace: str) -> Iterator[DeviceKind]
     os.environ.setdefault("RAY_worker_niceness", "0")
     address = os.environ.get("RAY_ADDRESS")
     try:
-        if address:
-            ray.init(address=address, namespace=namespace, log_to_driver=True, logging_level=logging.ERROR)
-        else:
-            _start_local(launcher, namespace)
+        with _sigterm_kept():
+            if address:
+                ray.init(address=address, namespace=namespace, log_to_driver=True, logging_level=logging.ERROR)
+            else:
+                _start_local(launcher, namespace)
     except (ConnectionError, OSError, ValueError, RuntimeError) as error:
         raise ResourceError(
             f"cannot {'connect to ' + address if address else 'start Ray on this machine'}: {error}",
@@ -58,6 +61,17 @@ def connect(launcher: LauncherConfig, *, namespace: str) -> Iterator[DeviceKind]
         yield kind_of(ray.cluster_resources())
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """``ray.init`` takes SIGTERM over, to exit at once: whoever had it gets it back, who saves a checkpoint first."""
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
 
 
 def _start_local(launcher: LauncherConfig, namespace: str) -> None:

@@ -1,4 +1,4 @@
-"""Before the first step: engines in the roles' processes, the supervised warm-up, and the weights' way to the rollout."""
+"""Before the first step: engines in the roles' processes, the supervised warm-up, the weights' way to the rollout."""
 
 from __future__ import annotations
 

@@ -45,12 +45,12 @@ def warm_up(run: Run, actor: Pool, data: Pool) -> Warmup:
         max_tokens=training.ppo_max_token_len_per_gpu,
         max_sequences=warmup.batch_size,
     )
+    updates: list[Call] = []
     with run.phase("warmup"):
         for step in range(1, warmup.steps + 1):
             batch = data.warmup_batch(step).with_plan(planner)
-            last = actor.update_supervised(batch, lr=learning_rate(warmup, step))
-            first = last if step == 1 else first
-        return Warmup(first, last, actor.export(str(warmed_folder(run))))
+            updates.append(actor.update_supervised(batch, lr=learning_rate(warmup, step)))
+        return Warmup(updates[0], updates[-1], actor.export(str(warmed_folder(run))))
 
 
 def warmed_folder(run: Run) -> Path:

@@ -17,7 +17,6 @@ import numpy as np
 from hybridflow.batch.batch import Batch
 from hybridflow.telemetry.sinks import JsonlFile, read_jsonl
 
-
 _TAIL_BYTES = 512 * 1024
 
 

@@ -12,8 +12,10 @@ from hybridflow.telemetry.metrics import Mean
 from hybridflow.transfer import ALL, PROTOCOLS, TransferProtocol, register_protocol, transfer
 from hybridflow.worker import Worker
 
-if "LAST_STAGE" not in PROTOCOLS:
-    register_protocol(TransferProtocol("LAST_STAGE", lambda c, l: ALL, lambda c, l: c.pp == l.pp - 1 and c.tp == 0))
+if "TEST_LAST_STAGE" not in PROTOCOLS:
+    register_protocol(
+        TransferProtocol("TEST_LAST_STAGE", lambda c, l: ALL, lambda c, l: c.pp == l.pp - 1 and c.tp == 0)
+    )
 
 
 class Source(Worker):
@@ -56,7 +58,7 @@ class Echo(Worker):
         c = self.context.coord
         return self.context.role, c.rank, c.dp, c.tp, c.pp
 
-    @transfer("LAST_STAGE")
+    @transfer("TEST_LAST_STAGE")
     def where_last(self) -> int:
         return self.context.rank
 

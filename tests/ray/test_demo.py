@@ -116,6 +116,18 @@ def job_server(tmp_path_factory):
         os.environ.pop(name) if value is None else os.environ.__setitem__(name, value)
 
 
+def submit(client, **job) -> str:
+    """Submit, once the head's agent is up (the server answers before it is)."""
+    for _ in range(60):
+        try:
+            return client.submit_job(**job)
+        except RuntimeError as error:
+            if "No available agent" not in str(error):
+                raise
+            time.sleep(1.0)
+    raise TimeoutError("no agent came up in a minute")
+
+
 def test_resumed_as_a_submitted_job_it_goes_on_bit_for_bit(demo, model, job_server, tmp_path):
     """The job starts from the checkpoint of step 78 and gives the losses of the run that never stopped."""
     from ray.job_submission import JobStatus, JobSubmissionClient
@@ -123,7 +135,8 @@ def test_resumed_as_a_submitted_job_it_goes_on_bit_for_bit(demo, model, job_serv
     folder = tmp_path / "runs" / "resumed"
     shutil.copytree(demo.folder, folder, ignore=shutil.ignore_patterns(f"step_{LAST:06d}", "tensorboard", "model"))
     client = JobSubmissionClient(job_server)
-    job = client.submit_job(
+    job = submit(
+        client,
         entrypoint=f"python -m jobs.ppo --config-name demo model.path={model} log_dir={folder.parent} "
         f"exp_name=resumed training.log_interval=1 checkpoint.save_interval={SAVED}",
         runtime_env={"working_dir": str(HOME), "excludes": ["/tests/", "/docs/", "/runs/"]},

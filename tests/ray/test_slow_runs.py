@@ -59,7 +59,8 @@ SHORT = ("training.total_steps=3", "warmup.steps=10", "data.train_batch_size=64"
 ONE_SET = ("device_map.actor=null", "device_map.critic=null", "device_map.reference=null", "device_map.rollout=null")
 LAYOUTS = {
     "TP 2, engine TP 2, colocated": (
-        *ONE_SET, "launcher.devices=2", "mcore_config.tensor_model_parallel_size=2", "rollout.tensor_model_parallel_size=2",
+        *ONE_SET, "launcher.devices=2",
+        "mcore_config.tensor_model_parallel_size=2", "rollout.tensor_model_parallel_size=2",
     ),
     "PP 2, two replicas, colocated": (*ONE_SET, "launcher.devices=2", "mcore_config.pipeline_model_parallel_size=2"),
     "DP 2, engine TP 2 apart": (

@@ -86,6 +86,8 @@ def test_only_the_last_k_checkpoints_stay_and_half_written_ones_never_count(tmp_
     (half / "x").write_text("4")
     assert sorted(path.name for path in tmp_path.iterdir()) == [".writing_step_000004", "step_000002", "step_000003"]
     assert store.latest().step == 3
+    store.begin(5)
+    assert not half.exists(), "the next save sweeps away what was never committed"
     assert json.loads((tmp_path / "step_000003" / "manifest.json").read_text())["format_version"] == 1
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from torch.distributed.checkpoint import CheckpointException
 
 from placement.layout import Coord, Layout
 from workers.megatron.model import PackedGPT
@@ -39,7 +42,8 @@ def save(folder: str | Path, model: PackedGPT, optimizer: Optimizer | None, coor
     """Write a checkpoint into ``folder`` (made if need be; it must be empty). Collective."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     state = _state(model, optimizer, coord, layout, loading=False)
-    dist_checkpointing.save(state, str(folder), _SaveInProcess("torch_dist", 1))
+    with _cause_of_failure():
+        dist_checkpointing.save(state, str(folder), _SaveInProcess("torch_dist", 1))
 
 
 def restore(folder: str | Path, model: PackedGPT, optimizer: Optimizer | None, coord: Coord, layout: Layout) -> None:
@@ -47,12 +51,23 @@ def restore(folder: str | Path, model: PackedGPT, optimizer: Optimizer | None, c
     wanted = _state(model, optimizer, coord, layout, loading=True)
     if dist_checkpointing.load_common_state_dict(str(folder))["layout"] != wanted["layout"]:
         del wanted["random"]
-    state = dist_checkpointing.load(wanted, str(folder))
+    with _cause_of_failure():
+        state = dist_checkpointing.load(wanted, str(folder))
     model.load_state_dict(state["model"])
     if optimizer:
         optimizer.load_state_dict(state["optimizer"])
     if "random" in state:
         _set_random_state(state["random"])
+
+
+@contextmanager
+def _cause_of_failure() -> Iterator[None]:
+    """PyTorch raises a page of the ranks' tracebacks, as no ``Exception``: say what the first of them raised."""
+    try:
+        yield
+    except CheckpointException as error:
+        cause, _ = next(iter(error.failures.values()))
+        raise cause if isinstance(cause, Exception) else RuntimeError(repr(cause)) from error
 
 
 def _state(
