@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,16 +18,20 @@ from hybridflow.config.schema import LauncherConfig
 from hybridflow.errors import ConfigError, ResourceError
 from placement.device import LOGICAL_DEVICES_PER_NODE, DeviceKind, kind_of, local_gpus
 
+_KNOCK_SECONDS = 10.0
 
-def worker_env(threads: int) -> dict[str, str]:
+
+def worker_env(kind: DeviceKind, threads: int) -> dict[str, str]:
     """What every worker process gets. Idle threads wait passively: two thread pools that spin on the same cores made a
     step twenty times slower."""
-    return {
+    env = {
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "passive",
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
+    # On CPU, torch's C++ side has one thing to say, at each start: that memory is bound to the NUMA node.
+    return env | ({"TORCH_CPP_LOG_LEVEL": "ERROR"} if kind.name == "cpu" else {})
 
 
 @contextmanager
@@ -46,21 +51,34 @@ def connect(launcher: LauncherConfig, *, namespace: str) -> Iterator[DeviceKind]
     try:
         with _sigterm_kept():
             if address:
+                _check_reachable(address)
                 ray.init(address=address, namespace=namespace, log_to_driver=True, logging_level=logging.ERROR)
             else:
                 _start_local(launcher, namespace)
-    except (ConnectionError, OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # Ray raises what it likes here, down to a bare Exception on an overloaded machine
         raise ResourceError(
             f"cannot {'connect to ' + address if address else 'start Ray on this machine'}: {error}",
-            hint="check RAY_ADDRESS (unset it to start a Ray of your own)"
+            hint="check RAY_ADDRESS (unset it for a Ray of your own), and RAY_AUTH_MODE=token if it wants a token"
             if address
-            else "is the dashboard's port in use? set launcher.dashboard=false, or stop the other Ray with `ray stop`",
+            else "is the machine overloaded? is the dashboard's port in use (launcher.dashboard=false)? or another Ray "
+            "in the way (`ray stop`)?",
             where="ray",
         ) from error
     try:
         yield kind_of(ray.cluster_resources())
     finally:
         ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Knock before Ray does: it tries a dead address for minutes, with a page of its own warnings.
+
+    Raises:
+        OSError: nobody answers at ``host:port``.
+    """
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "://" not in address:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_KNOCK_SECONDS).close()
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class Pools:
         say: Callable[[str], None] | None = None,
     ):
         self.plan = plan
-        self._env = worker_env(threads)
+        self._env = worker_env(plan.kind, threads)
         # Ray wants names unique on a cluster, and two runs may share one.
         self.label = f"{Path(run_dir).name}-{uuid.uuid4().hex[:6]}"
         self._groups = reserve(plan, self.label, wait_seconds=wait_seconds, say=say)

@@ -19,7 +19,7 @@ from workers.rewards.functions import batched
 
 @batched
 def permuted(prompt, response, answer):
-    scores = [SortTask().reward(*row) for row in zip(prompt, response, answer)]
+    scores = [SortTask().reward(*row) for row in zip(response, answer)]
     random.Random(len(scores)).shuffle(scores)
     return scores
 """

@@ -88,7 +88,7 @@ class GenerationEngine:
         except (ValueError, NotImplementedError) as error:
             raise ConfigError(
                 f"vLLM cannot run {str(self.folder)!r} in this setting: {error}",
-                hint="check rollout.* in the config, and that vLLM supports this architecture and head size",
+                hint="check rollout.* (kv_cache_bytes, too), and that vLLM supports this architecture and head size",
                 where=self._place,
             ) from error
 

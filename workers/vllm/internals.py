@@ -16,9 +16,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import logging
 import mmap
 import os
 import uuid
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,9 @@ ENVIRONMENT = {
 for _name, _value in ENVIRONMENT.items():
     os.environ.setdefault(_name, _value)
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+# Two harmless remarks of the import, which every user would read and wonder about.
+logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", message="`torch.distributed.reduce_op` is deprecated", category=FutureWarning)
 
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
