@@ -79,6 +79,7 @@ class Run:
         self._phase = "start"
         self.saved: Path | None = None
         self._stop_requested = False
+        self._signal = ""
         self._in_steps = False
 
     # -- beginning and end -------------------------------------------------------------------------------------------
@@ -125,6 +126,9 @@ class Run:
 
     def fail(self, error: BaseException) -> int:
         """The end of a bad run: one boxed cause on stderr; returns the exit code."""
+        # Ray raises bare ones of its own while it waits, and SystemExit where it holds SIGTERM.
+        if isinstance(error, SystemExit) or (isinstance(error, KeyboardInterrupt) and not str(error)):
+            error = KeyboardInterrupt(self._signal or "Ctrl-C")
         if hasattr(self, "recorder"):
             self.recorder.fail(error, checkpoint=str(self.saved or ""))
         else:
@@ -271,6 +275,7 @@ class Run:
         """The first SIGINT or SIGTERM lets the step end and saves; a second one, or one before the steps, stops now."""
 
         def handle(number: int, _frame: Any) -> None:
+            self._signal = signal.Signals(number).name
             if self._stop_requested or not self._in_steps:
                 raise KeyboardInterrupt(signal.Signals(number).name)
             self._stop_requested = True
@@ -278,7 +283,9 @@ class Run:
                 f"{signal.Signals(number).name}: finishing this step, then a checkpoint (again: stop now)"
             )
 
-        previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        caught = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup stays nohup
+        previous = {number: signal.signal(number, handle) for number in caught}
         try:
             yield
         finally:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import ray
 
 from hybridflow.config import LoadedConfig, load_config
+from hybridflow.config.schema import Config
 from hybridflow.data.sources import check_source
 from hybridflow.errors import HybridFlowError
 from hybridflow.run import Placed, Run
@@ -26,8 +27,7 @@ def run_job(train: Train, argv: Sequence[str]) -> int:
     """
     try:
         loaded = load_config(argv)
-        for source in (loaded.config.data.train, loaded.config.data.validation):
-            check_source(source, loaded.config.data)
+        _check_sources(loaded.config)
     except HybridFlowError as error:
         print_failure(error)
         return error.exit_code
@@ -43,6 +43,18 @@ def run_job(train: Train, argv: Sequence[str]) -> int:
         return 0
     except BaseException as error:  # noqa: BLE001 - the end of the line: told in a box, and in the exit code
         return run.fail(error)
+
+
+def _check_sources(config: Config) -> None:
+    """Open every source of data that the run will read, and no more: what is wrong with its form is said at once."""
+    check_source(config.data.train, config.data)
+    others = {
+        "data.validation": config.data.validation,
+        "warmup.data": config.warmup.data if config.warmup.steps else None,
+    }
+    for key, source in others.items():
+        if source:
+            check_source(source, config.data, key)
 
 
 def _place(loaded: LoadedConfig, kind: DeviceKind) -> Placed:
