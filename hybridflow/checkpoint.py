@@ -102,7 +102,8 @@ class CheckpointStore:
         return Checkpoint(folder, manifest["step"], json.loads((folder / "driver.json").read_text()))
 
     def _committed(self) -> list[Path]:
-        return sorted(manifest.parent for manifest in self.folder.glob("step_*/manifest.json"))
+        found = (manifest.parent for manifest in self.folder.glob("step_*/manifest.json"))
+        return sorted(found, key=lambda folder: int(folder.name.removeprefix("step_")))
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class RunFolder:
 
     def _choose(self, first: Path) -> tuple[Path, Checkpoint | None]:
         number, path = 1, first
-        while (path / "metrics.jsonl").exists():
+        while _holds_a_run(path):
             _check_unlocked(path)
             if self.config.checkpoint.resume == "off":
                 raise ConfigError(
@@ -81,6 +81,12 @@ class RunFolder:
                 hint="choose another exp_name for the changed run, or put these keys back",
                 where=str(checkpoint.folder),
             )
+
+
+def _holds_a_run(path: Path) -> bool:
+    """Whether something was recorded there (a start that failed leaves an empty file)."""
+    metrics = path / "metrics.jsonl"
+    return metrics.exists() and metrics.stat().st_size > 0
 
 
 def comparable(config: Config) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from hybridflow.batch.ref import BatchRef, Source
 from hybridflow.errors import HybridFlowError, WorkerError
@@ -85,6 +85,7 @@ class Pool:
         layout: how the ranks are laid out.
         lease: the turn on the pool's device set; None for CPU pools.
         nodes: for each rank, a reference to its process's ``address()``, read when an error must name the node.
+        ready: for each rank, references to what made its process ready; calls wait for them, and tell their errors.
         on_call: told of every call (telemetry).
     """
 
@@ -97,8 +98,10 @@ class Pool:
         *,
         lease: Lease | None = None,
         nodes: Sequence[Any] = (),
+        ready: Sequence[Sequence[Any]] = (),
         on_call: Callable[[Call], None] | None = None,
     ):
+        self.ready = ready or [()] * len(processes)
         self.role, self.processes, self.layout = role, processes, layout
         self.lease, self.nodes, self.on_call = lease, nodes, on_call
         self._methods = {
@@ -149,7 +152,7 @@ class PoolMethod:
             refs = (
                 pool.processes[coord.rank]
                 .call.options(num_returns=returns, name=f"{pool.role}.{self._name}")
-                .remote(pool.role, self._name, encoded, named, *encoder.refs, *waits)
+                .remote(pool.role, self._name, encoded, named, *encoder.refs, *waits, *pool.ready[coord.rank])
             )
             columns.append(refs[0] if returns == 2 else None)
             summaries.append(refs[1] if returns == 2 else refs)
@@ -182,11 +185,13 @@ class PoolMethod:
             shards = [protocol.distribute(coord, self._pool.layout) for coord in coords]
             given = [np.arange(len(batch)) if shard == ALL else rows[shard] for shard in shards]
             sample_ids = batch.sample_ids
-        part = np.empty(len(sample_ids), dtype=np.int32)
+        part = np.full(len(sample_ids), -1, dtype=np.int32)
         row = np.empty(len(sample_ids), dtype=np.int64)
         for index, share in enumerate(given):
             part[share] = index
             row[share] = np.arange(len(share))
+        if (part < 0).any():
+            raise ValueError(f"{protocol.name} keeps nobody's result for {(part < 0).sum()} of {len(part)} samples")
         return BatchRef(sample_ids, [Source(columns, tuple(refs), part, row, call.lengths)], call=call)
 
 
@@ -256,11 +261,13 @@ def _failures(call: Call, refs: list[Any]) -> dict[int, HybridFlowError]:
             ray.get(ref)
         except RayTaskError as error:
             failures[call.summaries.index(ref)] = _cause(call, call.summaries.index(ref), error)
-        except RayError as error:  # the actor died, Ray killed it for memory, its node left
+        except RayError as error:
             rank = call.summaries.index(ref)
+            died = isinstance(error, (RayActorError, OutOfMemoryError, NodeDiedError))
+            happened = "the process died during" if died else "an input was lost for"
             failures[rank] = WorkerError(
-                f"the process died during {call.method}: {_first_line(error)}",
-                hint="out of memory and native crashes look like this: see the node's dmesg and the worker's log",
+                f"{happened} {call.method}: {_first_line(error)}",
+                hint="out of memory, crashes and lost nodes look like this: see dmesg and the worker's log there",
                 where=call.pool.place(rank),
             )
     return failures

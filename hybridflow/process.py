@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import psutil
 import ray
 
 from hybridflow.batch.batch import Batch
 from hybridflow.batch.ref import BatchSlice
-from hybridflow.errors import HybridFlowError, ResourceError, WorkerError
+from hybridflow.errors import ConfigError, HybridFlowError, ResourceError, WorkerError
 from hybridflow.loading import load, load_module
 from hybridflow.worker import Worker, WorkerContext
 from placement.layout import Coord, Layout
@@ -52,25 +53,23 @@ class Summary:
 class WorkerProcess:
     """Hosts the roles of one rank of a team. Made by ``hybridflow.start``; user code never touches it."""
 
-    def __init__(self, name: str, rank: int, layout: Layout, run_dir: str, register: tuple[str, ...] = ()):
+    def __init__(self, name: str, rank: int, layout: Layout, run_dir: str):
         self._name, self._rank, self._layout, self._run_dir = name, rank, layout, run_dir
         self._roles: dict[str, Worker] = {}
         self._broken: dict[str, HybridFlowError] = {}  # roles whose setup failed: every later call says why
         self._store: Any = None
-        for module in register:
-            load_module(module)
 
     def __repr__(self) -> str:
         return self._name
 
     # -- being set up ------------------------------------------------------------------------------------------------
     def address(self) -> dict[str, Any]:
-        return {
-            "host": ray.util.get_node_ip_address(),
-            "node": socket.gethostname(),
-            "node_id": ray.get_runtime_context().get_node_id(),
-            "pid": os.getpid(),
-        }
+        return {"host": ray.util.get_node_ip_address(), "node": socket.gethostname(), "pid": os.getpid()}
+
+    def load_user_code(self, modules: tuple[str, ...]) -> None:
+        """Import what the config names under ``register``."""
+        for module in modules:
+            load_module(module)
 
     def open_store(self) -> tuple[str, int]:
         """Open the rendezvous store of a process group and hold it: bound to port 0, so no port is probed or raced."""
@@ -84,10 +83,13 @@ class WorkerProcess:
         dist = load("torch:distributed")
         host, port = address
         self._store = self._store or dist.TCPStore(host, port, is_master=False)
-        # Gloo picks the interface of the host's name, which need not be reachable; on one node the loopback is.
-        self._store.set(f"node/{rank}", ray.util.get_node_ip_address())
-        if {self._store.get(f"node/{other}") for other in range(world_size)} == {host.encode()}:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # Gloo would pick the interface of the host's name, which need not be reachable: on one node the loopback is,
+        # and between nodes the one by which Ray reaches them.
+        here = ray.util.get_node_ip_address()
+        self._store.set(f"node/{rank}", here)
+        nodes = {self._store.get(f"node/{other}").decode() for other in range(world_size)}
+        if interface := "lo" if len(nodes) == 1 else _interface_of(here):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         store = dist.PrefixStore("world", self._store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
@@ -119,29 +121,33 @@ class WorkerProcess:
         if role in self._broken and method != "setup":
             raise self._broken[role]
         try:
-            result = function(
-                *(_resolve(arg, arguments) for arg in args),
-                **{name: _resolve(arg, arguments) for name, arg in kwargs.items()},
-            )
+            args = tuple(_resolve(arg, arguments) for arg in args)
+            kwargs = {name: _resolve(arg, arguments) for name, arg in kwargs.items()}
+            given = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, Batch)), None)
+            result = function(*args, **kwargs)
             if not function.transfer.writes:
                 return Summary(result, started, time.time(), _resident_bytes())
             batch, extras = result if isinstance(result, tuple) else (result, None)
             if batch is None:
                 return None, Summary(extras, started, time.time(), _resident_bytes())
-            _check_written(batch, function.transfer.writes)
+            _check_written(batch, function.transfer.writes, given)
             lengths = {name: batch.ragged(name).lengths for name in _LENGTHS_OF if name in batch}
-            ids = batch.sample_ids
+            ids = batch.sample_ids if given is None else None  # else the driver knows them
             return Batch(batch.table), Summary(extras, started, time.time(), _resident_bytes(), ids, lengths)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - raised again, with its place
             told = self._told(role, method, error)
             if method == "setup":
                 self._broken[role] = told
-            raise told from error
+            raise told from (None if told is error else error)
 
     def turn(self, method: str, *_after: Any) -> None:
         """``sleep`` or ``wake`` every role of this process; ``_after``: what must have happened before."""
-        for worker in self._roles.values():
-            getattr(worker, method)()
+        for role, worker in self._roles.items():
+            try:
+                getattr(worker, method)()
+            except Exception as error:  # noqa: BLE001 - raised again, with its place
+                told = self._told(role, method, error)
+                raise told from (None if told is error else error)
 
     def close(self) -> None:
         """Close the roles. Ray ends the process afterwards."""
@@ -151,7 +157,8 @@ class WorkerProcess:
     def _told(self, role: str, method: str, error: Exception) -> HybridFlowError:
         """The error with its place; one that is none of ours with the frames that say where it came from."""
         if isinstance(error, HybridFlowError):
-            error.where = error.where or self._place(role)
+            if not (error.where and isinstance(error, ConfigError)):  # a key of the config is place enough
+                error.where = ", ".join(filter(None, (self._place(role), error.where)))
             return error
         if _disk_is_full(self._run_dir, error):
             return ResourceError(
@@ -216,10 +223,18 @@ def _disk_is_full(folder: str, error: Exception) -> bool:
         return False
 
 
-def _check_written(batch: Batch, writes: tuple[str, ...]) -> None:
+def _interface_of(address: str) -> str:
+    """The network interface that has this address; "" if none does."""
+    held = psutil.net_if_addrs().items()
+    return next((name for name, entries in held if any(entry.address == address for entry in entries)), "")
+
+
+def _check_written(batch: Batch, writes: tuple[str, ...], given: Batch | None) -> None:
     missing = [name for name in writes if name not in batch]
     if missing:
         raise KeyError(f"the method declares that it writes {missing[0]!r}, its batch has: {', '.join(batch.columns)}")
+    if given is not None and not np.array_equal(batch.sample_ids, given.sample_ids):
+        raise ValueError("the rows of the result are not those of the batch, in their order (see sample_id)")
 
 
 def _own_frames(error: BaseException) -> str:

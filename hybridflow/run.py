@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,7 @@ class Run:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._in_steps = False
         self._stack.close()
 
     def succeed(self) -> None:
@@ -248,7 +249,7 @@ class Run:
                 self.wait()
             state = {"step": step, "config": self._identity, "wandb_id": self.recorder.wandb_id, **state}
             self.saved = self.folder.store.commit(aside, step, state)
-        if self._stop_requested:
+        if self._stop_requested and not last:  # after the last one only the export is left; a second signal stops that
             raise Interrupted(f"stopped after step {step}; the checkpoint is {self.saved}")
 
     def export(self, actor: Pool) -> None:
@@ -279,9 +280,9 @@ class Run:
             if self._stop_requested or not self._in_steps:
                 raise KeyboardInterrupt(signal.Signals(number).name)
             self._stop_requested = True
-            self.recorder.note(
-                f"{signal.Signals(number).name}: finishing this step, then a checkpoint (again: stop now)"
-            )
+            # It may have struck inside a print, which cannot be entered twice; and the terminal may be gone.
+            with suppress(RuntimeError, OSError):
+                self.recorder.note(f"{self._signal}: finishing this step, then a checkpoint (again: stop now)")
 
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         caught = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup stays nohup

@@ -124,7 +124,3 @@ def check_not_shadowed() -> None:
                 hint=f"rename that folder, or start in another one (HybridFlow lies in {home})",
                 where="sys.path",
             )
-
-
-def on_one_node(hosts: list[str]) -> bool:
-    return len(set(hosts)) == 1

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from hybridflow.transfer import transfer
 from placement.layout import Coord, Layout
 
 
@@ -45,11 +44,9 @@ class Worker:
     def __init__(self, context: WorkerContext):
         self.context = context
 
-    @transfer("ONE_TO_ALL")
     def sleep(self) -> Any:
         """Give back device memory while another tenant of the same devices works."""
 
-    @transfer("ONE_TO_ALL")
     def wake(self) -> Any:
         """Take back what ``sleep`` gave away."""
 

@@ -34,9 +34,9 @@ def run_job(train: Train, argv: Sequence[str]) -> int:
     if loaded.print_config:
         print(loaded.print_config, end="")
         return 0
+    options = {"written": loaded.written, "verbose": loaded.verbose}
+    run = Run(loaded.config, WORKERS, lambda kind: _place(loaded, kind), **options)
     try:
-        options = {"written": loaded.written, "verbose": loaded.verbose}
-        run = Run(loaded.config, WORKERS, lambda kind: _place(loaded, kind), **options)
         with run:
             train(run)
             run.succeed()

@@ -1,7 +1,8 @@
 """PPO (Schulman et al. 2017, arXiv 1707.06347) for language models, as one page.
 
-The driver holds handles of pools and references to columns; every call below returns at once, and Ray runs it when its
-inputs are there. Calls of pools on disjoint devices overlap; those on shared devices take turns in this order.
+The driver holds handles of pools and references to columns. A call returns at once, and Ray runs it when its inputs are
+there; all that is waited for is ids and lengths, from which a batch is cut. Calls of pools on disjoint devices overlap;
+those on shared devices take turns in this order.
 
     python -m jobs.ppo --config-name ppo_7b_mcore model.path=my/model training.total_steps=10
     ray job submit --working-dir . -- python -m jobs.ppo --config-name demo
@@ -24,7 +25,9 @@ def train(run: Run) -> None:
     kl = make_kl_controller(config.algorithm.kl_ctrl)
     if state := run.restore([roles.actor, roles.critic]):
         kl.load_state_dict(state["kl"])
-    roles.weights.send(version=run.first_step - 1)
+    with run.phase("reshard"):
+        roles.weights.send(version=run.first_step - 1)
+    run.wait()  # why the first weights did not arrive is said here, not by a rollout that lacks them
     evaluate(run, roles, run.first_step - 1)
 
     for step in run.steps():

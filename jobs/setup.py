@@ -36,7 +36,7 @@ def set_up(run: Run) -> Roles:
         run.limit_steps(math.ceil(config.training.num_epochs * found["prompts"] / config.data.train_batch_size))
     if config.warmup.steps:
         _warm_up(run, pools)
-    run.wait()  # whatever could not be built is said here, before anything is asked of it
+    run.wait()  # whatever could not be built is said here, before weights are asked of it
     weights = Resharding(
         pools["actor"],
         pools["rollout"],
@@ -71,7 +71,7 @@ def _build(run: Run, pools: Mapping[str, Pool]) -> Mapping[str, Any]:
     pools["reward"].setup(config.reward_model, model.path, config.data)
     longest = config.data.max_prompt_length + rollout.max_response_length
     pools["rollout"].setup(model, rollout, seed=config.seed, max_model_len=longest)
-    _set_up_actor(run, model.path)
+    _set_up_actor(run, model.path if run.checkpoint is None or not config.warmup.steps else str(warmed_folder(run)))
     critic, reference = config.critic.path or model.path, config.reference.path or model.path
     mcore = config.mcore_config
     pools["critic"].setup(critic, model, mcore, config.critic.optim, config.algorithm, config.seed)
@@ -84,10 +84,13 @@ def _warm_up(run: Run, pools: Mapping[str, Pool]) -> None:
     config = run.config
     warmup = warm_up(run, pools["actor"], pools["data"]) if run.checkpoint is None else None
     warmed = str(warmed_folder(run))
-    _set_up_actor(run, warmed)
-    for role, own in (("critic", config.critic.path), ("reference", config.reference.path)):
-        if not own:
-            pools[role].load(warmed, after=warmup.written if warmup else None)
+    if warmup:
+        _set_up_actor(run, warmed)
+    written = warmup.written if warmup else None
+    if not config.critic.path:
+        pools["critic"].load_weights(warmed, after=written)
+    # Also where it has a folder of its own: the actor whose engine it may have shared is another one now.
+    pools["reference"].load_weights(config.reference.path or warmed, after=written)
     if warmup:
         run.recorder.note(warmup.describe())
 

@@ -28,6 +28,11 @@ class DeviceKind:
     backend: str
     cpus: float
 
+    @property
+    def in_process(self) -> str:
+        """What a process calls its device: Ray shows it no other one (CUDA_VISIBLE_DEVICES)."""
+        return "cuda:0" if self.name == "cuda" else self.name
+
 
 CUDA = DeviceKind("cuda", "GPU", "nccl", 1.0)
 CPU = DeviceKind("cpu", "hf_device", "gloo", 0.1)

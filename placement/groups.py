@@ -7,7 +7,12 @@ import time
 from collections.abc import Callable
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from placement.errors import ResourceError
 from placement.plan import PlacementPlan
@@ -26,19 +31,26 @@ def reserve(
     say = say or (lambda text: print(text, file=sys.stderr, flush=True))
     deadline = time.monotonic() + wait_seconds
     _await_total(plan, deadline, say)
-    groups = [
-        placement_group(
-            [dict(b.resources) for b in plan.bundles(i)], strategy="PACK", name=f"{label}: {_name(plan, i)}"
-        )
-        for i in range(len(plan.sets))
-    ]
+    groups: list[PlacementGroup] = []
     try:
+        for index in range(len(plan.sets)):
+            bundles = [dict(bundle.resources) for bundle in plan.bundles(index)]
+            groups.append(placement_group(bundles, strategy="PACK", name=f"{label}: {_name(plan, index)}"))
         for index, group in enumerate(groups):
             _await_group(plan, index, group, deadline, say)
     except BaseException:
         release(groups)
         raise
     return groups
+
+
+def bundle_order(group: PlacementGroup) -> list[int]:
+    """Bundles of a reserved group, those of one node together: so neighbouring ranks (TP) share a node if they can."""
+    node_of: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    first: dict[str, int] = {}
+    for index in sorted(node_of):
+        first.setdefault(node_of[index], index)
+    return sorted(node_of, key=lambda index: (first[node_of[index]], index))
 
 
 def release(groups: list[PlacementGroup]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +11,18 @@ from hybridflow.errors import WorkerError
 from hybridflow.loading import load
 from hybridflow.telemetry.metrics import Metric
 from hybridflow.transfer import transfer
-from hybridflow.worker import Worker
 from workers.resharding.boxes import ShardMap
 from workers.resharding.planner import Share
 from workers.resharding.protocol import Channel
 from workers.resharding.publish import Publisher
+from workers.trained import TrainedWorker
 
 
-class ActorWorker(Worker):
+class ActorWorker(TrainedWorker):
     """One rank of the policy, on a Megatron engine."""
 
-    engine: Any = None
+    head = "policy"
     publisher: Publisher | None = None
-    algorithm: AlgorithmConfig
 
     @transfer("ONE_TO_ALL")
     def setup(
@@ -38,17 +36,7 @@ class ActorWorker(Worker):
         seed: int,
     ) -> None:
         """Build the engine with the weights of ``model_path``; called again, it replaces engine and optimizer."""
-        self.engine = None  # its memory is free before the next one is built
-        self.algorithm = algorithm
-        self.engine = load("workers.megatron.engine:MegatronEngine")(
-            self.context,
-            head="policy",
-            model=dataclasses.replace(model, path=model_path),
-            mcore=mcore,
-            optim=optim,
-            temperature=temperature,
-            seed=seed,
-        )
+        self.build(model_path, model, mcore, optim, algorithm, temperature=temperature, seed=seed)
 
     @transfer("3D_PROTO", reads=("prompt_tokens", "response_tokens"), writes=("log_probs", "entropy"))
     def compute_log_probs(self, batch: Batch) -> Batch | None:
@@ -63,10 +51,7 @@ class ActorWorker(Worker):
     @transfer("3D_PROTO", reads=("prompt_tokens", "response_tokens", "log_probs", "advantages"))
     def update(self, batch: Batch) -> dict[str, Metric]:
         """Train on a step's samples: an optimizer step per mini-batch, ``ppo_epochs`` times over."""
-        loss = load("hybridflow.algorithms.losses:POLICY_LOSSES")[self.algorithm.name]
-        return self.engine.update(
-            batch, lambda outputs, columns: loss(outputs, columns, self.algorithm), self.algorithm.ppo_epochs
-        )
+        return self.train(batch, load("hybridflow.algorithms.losses:POLICY_LOSSES")[self.algorithm.name])
 
     @transfer("3D_PROTO", reads=("prompt_tokens", "response_tokens"))
     def update_supervised(self, batch: Batch, lr: float) -> dict[str, Metric]:
@@ -87,12 +72,11 @@ class ActorWorker(Worker):
         self.publisher = Publisher(channel, share)
 
     @transfer("ONE_TO_ALL")
-    def publish_weights(self, version: int, merged: bool = True, after: Any = None) -> Any:
+    def publish_weights(self, version: int, merged: bool = True) -> Any:
         """Make the weights of policy ``version`` available to the rollout; returns each rank's handle.
 
         Args:
             merged: with LoRA, add the adapters to the weights; False gives the base (adapters travel on their own).
-            after: the call that must end first (that which loads the weights before).
         """
         if self.publisher is None:
             raise WorkerError("weights went before open_publisher", hint="build workers.resharding.link.Resharding")
@@ -100,7 +84,7 @@ class ActorWorker(Worker):
         return self.publisher.publish(parameters, version)
 
     @transfer("ONE_TO_ALL")
-    def publish_adapter(self, version: int, after: Any = None) -> str | None:
+    def publish_adapter(self, version: int) -> str | None:
         """Write the LoRA adapter of policy ``version`` as a PEFT folder; its path on rank 0, None elsewhere."""
         adapters = self.engine.adapters()
         if self.context.rank != 0:
@@ -108,22 +92,6 @@ class ActorWorker(Worker):
         folder = Path(self.context.run_dir or ".") / "adapter"
         lora, write = self.engine.lora, load("workers.resharding.adapter:write_adapter")
         return write(folder, adapters, rank=lora.rank, alpha=lora.alpha, base=str(self.engine.folder))
-
-    # -- files ---------------------------------------------------------------------------------------------------------
-    @transfer("ONE_TO_ALL")
-    def export(self, folder: str) -> None:
-        """Write the policy as a Hugging Face folder (with LoRA: merged)."""
-        self.engine.export(folder)
-
-    @transfer("ONE_TO_ALL")
-    def save(self, folder: str) -> None:
-        """Write weights, optimizer and random state as a Megatron checkpoint."""
-        self.engine.save(folder)
-
-    @transfer("ONE_TO_ALL")
-    def restore(self, folder: str) -> None:
-        """Read what ``save`` wrote."""
-        self.engine.restore(folder)
 
     def close(self) -> None:
         if self.publisher is not None:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 from hybridflow.batch.batch import Batch, Ragged
 from hybridflow.config.schema import AlgorithmConfig, McoreConfig, ModelConfig, OptimConfig
 from hybridflow.loading import load
 from hybridflow.telemetry.metrics import Metric
 from hybridflow.transfer import transfer
-from hybridflow.worker import Worker
+from workers.trained import TrainedWorker
 
 
-class CriticWorker(Worker):
+class CriticWorker(TrainedWorker):
     """One rank of the value model: the policy's trunk with one output per token, on a Megatron engine."""
 
-    engine: Any = None
-    algorithm: AlgorithmConfig
+    head = "value"
 
     @transfer("ONE_TO_ALL")
     def setup(
@@ -30,19 +26,10 @@ class CriticWorker(Worker):
         seed: int,
     ) -> None:
         """Build the engine on the trunk of ``model_path``; its value head starts at zero unless the folder has one."""
-        self.engine = None
-        self.algorithm = algorithm
-        self.engine = load("workers.megatron.engine:MegatronEngine")(
-            self.context,
-            head="value",
-            model=dataclasses.replace(model, path=model_path),
-            mcore=mcore,
-            optim=optim,
-            seed=seed,
-        )
+        self.build(model_path, model, mcore, optim, algorithm, seed=seed)
 
     @transfer("ONE_TO_ALL")
-    def load(self, folder: str) -> None:
+    def load_weights(self, folder: str) -> None:
         """Take other weights, before training."""
         self.engine.load(folder)
 
@@ -57,22 +44,4 @@ class CriticWorker(Worker):
     @transfer("3D_PROTO", reads=("prompt_tokens", "response_tokens", "values", "returns"))
     def update(self, batch: Batch) -> dict[str, Metric]:
         """Train on a step's samples: an optimizer step per mini-batch, ``ppo_epochs`` times over."""
-        loss = load("hybridflow.algorithms.losses:value_loss")
-        return self.engine.update(
-            batch, lambda outputs, columns: loss(outputs, columns, self.algorithm), self.algorithm.ppo_epochs
-        )
-
-    @transfer("ONE_TO_ALL")
-    def export(self, folder: str) -> None:
-        """Write trunk and value head as a Hugging Face folder."""
-        self.engine.export(folder)
-
-    @transfer("ONE_TO_ALL")
-    def save(self, folder: str) -> None:
-        """Write weights, optimizer and random state as a Megatron checkpoint."""
-        self.engine.save(folder)
-
-    @transfer("ONE_TO_ALL")
-    def restore(self, folder: str) -> None:
-        """Read what ``save`` wrote."""
-        self.engine.restore(folder)
+        return self.train(batch, load("hybridflow.algorithms.losses:value_loss"))

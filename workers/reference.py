@@ -22,10 +22,10 @@ class ReferenceWorker(Worker):
     def setup(self, model_path: str, model: ModelConfig, mcore: McoreConfig, temperature: float) -> None:
         """Build a frozen engine with the weights of ``model_path``, or share the actor's (which is set up before)."""
         self._settings = (model, mcore, temperature)
-        self.load(model_path)
+        self.load_weights(model_path)
 
     @transfer("ONE_TO_ALL")
-    def load(self, folder: str) -> None:
+    def load_weights(self, folder: str) -> None:
         """Take other weights."""
         model, mcore, temperature = self._settings
         if self._shares_actor(folder):

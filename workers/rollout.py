@@ -62,13 +62,11 @@ class RolloutWorker(Worker):
         """Swap the LoRA adapter; the actor rank that wrote it gives its folder, the others None."""
         self.engine.load_adapter(next(folder for folder in folders if folder is not None), version)
 
-    @transfer("ONE_TO_ALL")
     def sleep(self) -> None:
         """Free the KV cache (on CUDA also the weights' device memory)."""
         if self.engine is not None:  # turns begin before ``setup``
             self.engine.sleep()
 
-    @transfer("ONE_TO_ALL")
     def wake(self) -> None:
         """Make the engine ready to generate again."""
         if self.engine is not None:

@@ -103,7 +103,7 @@ class Console:
     def _print(self, line: str) -> None:
         try:
             print(line, file=self.stream, flush=True)
-        except BrokenPipeError:  # the reader went away (`| head`, a closed terminal): the run goes on, unseen
+        except OSError:  # the reader went away (`| head`, a closed terminal): the run goes on, unseen
             self.stream = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
             os.dup2(self.stream.fileno(), sys.stdout.fileno())  # what is still buffered has nowhere to go
 

@@ -300,8 +300,8 @@ def roles_together(context: WorkerContext, folder: Path, other: Path, lora_rank:
     warmed = [actor.update_supervised(part, lr=0.05) for _ in range(5)]
     actor.export(str(folder.parent / "warmed"))
     actor.setup(str(other), model, mcore, ADAM, algorithm, 1.0, 3)
-    critic.load(str(other))
-    reference.load(str(other))
+    critic.load_weights(str(other))
+    reference.load_weights(str(other))
     scored = [actor.compute_log_probs(part), reference.compute_log_probs(part), critic.compute_values(part)]
     result: dict[str, Any] = {"warmed": warmed, "shared": reference.engine is None, "scored": scored}
     if scored[0] is not None:

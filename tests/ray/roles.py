@@ -16,14 +16,15 @@ if "TEST_LAST_STAGE" not in PROTOCOLS:
     register_protocol(
         TransferProtocol("TEST_LAST_STAGE", lambda c, l: ALL, lambda c, l: c.pp == l.pp - 1 and c.tp == 0)
     )
+    register_protocol(TransferProtocol("TEST_NOBODY", lambda c, l: c.dp, lambda c, l: c.rank == 0))
 
 
 class Source(Worker):
     needs_process_group = False
 
     @transfer("ONE_TO_ALL", writes=("group_id", "prompt_tokens"))
-    def prompts(self, count: int) -> Batch:
-        rows = [np.arange(1 + i % 3, dtype=np.int32) + i for i in range(count)]
+    def prompts(self, count: int, length: int = 0) -> Batch:
+        rows = [np.arange(length or 1 + i % 3, dtype=np.int32) + i for i in range(count)]
         return Batch.of(np.arange(count), group_id=np.arange(count), prompt_tokens=Ragged.of(rows, "int32"))
 
 
@@ -43,6 +44,16 @@ class Echo(Worker):
         response = batch.ragged("response_tokens")
         values = Ragged((response.values * 0.5).astype(np.float32), response.offsets)
         return Batch.of(batch.sample_ids, values=values), {"rows": Mean(float(len(batch)), 1.0)}
+
+    @transfer("3D_PROTO", reads=("prompt_tokens",), writes=("values",))
+    def score_in_another_order(self, batch: Batch) -> Batch:
+        rows = np.arange(len(batch))[::-1]
+        prompt = batch.ragged("prompt_tokens").select(rows)
+        return Batch.of(batch.sample_ids[rows], values=Ragged(prompt.values.astype(np.float32), prompt.offsets))
+
+    @transfer("TEST_NOBODY", reads=("prompt_tokens",), writes=("values",))
+    def score_for_nobody(self, batch: Batch) -> Batch:
+        return self.score_in_another_order(batch)
 
     @transfer("3D_PROTO", reads=("prompt_tokens", "response_tokens", "values"))
     def look(self, batch: Batch) -> dict:
@@ -106,6 +117,20 @@ class Echo(Worker):
     def log(self, what: str) -> None:
         with open(os.path.join(self.context.run_dir, "turns.log"), "a") as file:
             file.write(f"{self.context.role} {what} {time.time()}\n")
+
+
+class Restless(Echo):
+    """Cannot sleep."""
+
+    def sleep(self):
+        raise RuntimeError("no rest")
+
+
+class Unmakeable(Echo):
+    """Cannot even be made."""
+
+    def __init__(self, context):
+        raise RuntimeError("not today")
 
 
 class Second(Echo):

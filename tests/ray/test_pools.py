@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 
 from hybridflow.batch.plan import Planner
-from hybridflow.errors import ResourceError, WorkerError
+from hybridflow.errors import ConfigError, ResourceError, WorkerError
 from hybridflow.pool import Call
 from hybridflow.start import Pools
 from placement.device import CPU
@@ -14,6 +16,11 @@ from placement.layout import Layout
 from placement.plan import RoleDemand, make_plan
 
 pytestmark = pytest.mark.ray
+BROKEN = {
+    "echo": "tests.ray.roles:Unmakeable",
+    "restless": "tests.ray.roles:Restless",
+    "second": "tests.ray.roles:Second",
+}
 ROLES = {"source": "tests.ray.roles:Source", "echo": "tests.ray.roles:Echo", "second": "tests.ray.roles:Second"}
 
 
@@ -115,13 +122,55 @@ def test_one_failed_rank_is_one_error_with_its_place_and_cause(pools):
 
 
 def test_the_driver_holds_no_token_column(pools):
-    """What the driver keeps of a batch is ids, rows, lengths and references: nothing as large as the tokens."""
-    prompts = pools["source"].prompts(64)
-    batch = prompts.join(pools["echo"].respond(prompts))
+    """What comes back to the driver is ids, lengths and times: far less than the tokens, however long they are."""
+    prompts = pools["source"].prompts(8, length=20_000)
+    response = pools["echo"].respond(prompts)
+    batch = prompts.join(response)
     assert not hasattr(batch, "fetch") and not hasattr(batch, "ragged")
-    assert batch.response_lengths.sum() > 64
+    assert batch.response_lengths.tolist() == [20_000] * 8
+    for part in (prompts, response):
+        assert len(pickle.dumps(part.call._all)) < 4 * 8 * 20_000 / 50
     for source in batch.sources:
         assert all(type(ref).__name__ == "ObjectRef" for ref in source.refs)
+
+
+def test_rows_in_another_order_are_refused_at_the_call(pools):
+    with pytest.raises(WorkerError, match="rows of the result are not those of the batch, in their order"):
+        pools["echo"].score_in_another_order(pools["source"].prompts(8)).call.result()
+
+
+def test_a_protocol_that_drops_a_share_is_refused(pools):
+    with pytest.raises(ValueError, match="TEST_NOBODY keeps nobody's result for 4 of 8 samples"):
+        pools["echo"].score_for_nobody(pools["source"].prompts(8))
+
+
+def test_what_went_wrong_while_a_process_was_made_ready_is_what_its_calls_say(ray_session, tmp_path):
+    user_code = tmp_path / "mine.py"
+    user_code.write_text("raise OSError('only on this node')")
+    demands = [RoleDemand("echo", "megatron", Layout(), (6,)), RoleDemand("second", "vllm", Layout(), (7,))]
+    pools = Pools(make_plan(demands, CPU), BROKEN, run_dir=str(tmp_path))
+    try:
+        with pytest.raises(WorkerError, match="RuntimeError: not today"):
+            pools["echo"].where().result()
+    finally:
+        pools.close()
+    pools = Pools(make_plan(demands[1:], CPU), BROKEN, run_dir=str(tmp_path), register=(str(user_code),))
+    try:
+        with pytest.raises(ConfigError, match="only on this node"):
+            pools["second"].where().result()
+    finally:
+        pools.close()
+
+
+def test_a_tenant_that_cannot_sleep_is_named_by_who_waits_for_its_devices(ray_session, tmp_path):
+    demands = [RoleDemand("restless", "megatron", Layout(), (0,)), RoleDemand("second", "vllm", Layout(), (0,))]
+    pools = Pools(make_plan(demands, CPU), BROKEN, run_dir=str(tmp_path))
+    try:
+        pools["restless"].where().result()
+        with pytest.raises(WorkerError, match=r"restless rank 0 .*sleep raised RuntimeError: no rest"):
+            pools["second"].where().result()
+    finally:
+        pools.close()
 
 
 def test_the_control_group_answers_while_a_call_runs(pools):
@@ -183,6 +232,17 @@ def test_more_devices_than_the_cluster_has(ray_session, tmp_path):
         Pools(plan, ROLES, run_dir=str(tmp_path), wait_seconds=1.0, say=lambda text: None)
     text = str(caught.value)
     assert "the cluster lacks 1 hf_device" in text and "has 2 CPU, 8 hf_device" in text and "ray start" in text
+
+
+def test_devices_that_other_work_holds(pools, tmp_path):
+    """Waited for in sight and with a bound; afterwards nothing of the one who waited stays reserved."""
     import ray
 
-    assert not [g for g in ray.util.placement_group_table().values() if g["state"] == "PENDING"]
+    plan = make_plan([RoleDemand("second", "vllm", Layout(dp=8), tuple(range(8)))], CPU)
+    with pytest.raises(ResourceError, match="no room for second .*other work holds it") as caught:
+        Pools(plan, ROLES, run_dir=str(tmp_path / "waiter"), wait_seconds=2.0, say=lambda text: None)
+    assert "asked:" in str(caught.value) and "free " in str(caught.value)
+    groups = [group for group in ray.util.placement_group_table().values() if group["state"] != "REMOVED"]
+    names = [group["name"] for group in groups]
+    assert not [name for name in names if name.startswith("waiter")]
+    assert [name for name in names if name.startswith(pools.label)]

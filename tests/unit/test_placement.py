@@ -42,6 +42,12 @@ def test_cuda_is_used_as_soon_as_the_cluster_has_a_gpu():
     assert kind_of({"CPU": 8.0, "hf_device": 8.0}) is CPU
 
 
+def test_a_process_names_its_device_as_ray_shows_it():
+    torch = pytest.importorskip("torch")
+    assert torch.device(CUDA.in_process).index == 0
+    assert torch.device(CPU.in_process).type == "cpu"
+
+
 def test_equal_sets_share_disjoint_sets_do_not_and_nothing_else_is_allowed():
     two = Layout(dp=2)
     colocated = [RoleDemand("actor", "megatron", two, (0, 1)), RoleDemand("rollout", "vllm", two, (0, 1))]

@@ -43,16 +43,22 @@ def test_a_folder_with_steps_left_is_continued_and_a_finished_one_is_left_alone(
 
 def test_a_run_that_never_saved_is_left_alone(tmp_path):
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    (tmp_path / "run" / "metrics.jsonl").write_text("{}\n")
     assert RunFolder(config(tmp_path)).path == tmp_path / "run-2"
     with pytest.raises(ConfigError, match="already holds a run"):
         RunFolder(config(tmp_path, checkpoint=CheckpointConfig(resume="off")))
 
 
+def test_a_start_that_failed_uses_up_no_name(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    assert RunFolder(config(tmp_path)).path == tmp_path / "run"
+
+
 def test_a_changed_config_does_not_continue_an_old_run(tmp_path):
     first = config(tmp_path)
     with RunFolder(first) as folder:
-        (folder.path / "metrics.jsonl").write_text("")
+        (folder.path / "metrics.jsonl").write_text("{}\n")
         save(folder, 4, {"config": comparable(first)})
     changed = dataclasses.replace(first, seed=7)
     with pytest.raises(ConfigError, match="written by another config: seed: 42 -> 7"):

@@ -9,19 +9,19 @@
         self.publisher = Publisher(channel, share)
 
     @transfer("ONE_TO_ALL")
-    def publish_weights(self, version, after=None):      # every rank, after each update; returns a small handle
+    def publish_weights(self, version):                  # every rank, after each update; returns a small handle
         return self.publisher.publish(self.engine.parameters(), version)
 
     @transfer("ONE_TO_ALL")
-    def publish_adapter(self, version, after=None):      # only with rollout.lora: adapter. Collective; every rank
+    def publish_adapter(self, version):                  # only with rollout.lora: adapter. Collective; every rank
         return write_adapter(...) on rank 0, else None   # returns the folder or None (workers/resharding/adapter.py)
 
     def close(self):
         self.publisher.close()
 
 ``parameters`` maps the shard map's parameter names to tensors of the shapes that the map describes (LoRA merged into
-them where ``rollout.lora`` is "merged"). ``after`` is the driver's call that loaded the weights before: it carries
-nothing, but Ray will not start this one until that one is done, so weights are never overwritten while they are read.
+them where ``rollout.lora`` is "merged"). The driver's link calls both ``after=`` the call that loaded the weights
+before: so weights are never overwritten while they are read.
 """
 
 from __future__ import annotations
