@@ -12,9 +12,9 @@ from hybridflow.telemetry.metrics import Mean
 from hybridflow.transfer import ALL, PROTOCOLS, TransferProtocol, register_protocol, transfer
 from hybridflow.worker import Worker
 
-if "TEST_LAST_STAGE" not in PROTOCOLS:
+if "RAY_TEST_LAST_STAGE" not in PROTOCOLS:
     register_protocol(
-        TransferProtocol("TEST_LAST_STAGE", lambda c, l: ALL, lambda c, l: c.pp == l.pp - 1 and c.tp == 0)
+        TransferProtocol("RAY_TEST_LAST_STAGE", lambda c, l: ALL, lambda c, l: c.pp == l.pp - 1 and c.tp == 0)
     )
     register_protocol(TransferProtocol("TEST_NOBODY", lambda c, l: c.dp, lambda c, l: c.rank == 0))
 
@@ -69,7 +69,7 @@ class Echo(Worker):
         c = self.context.coord
         return self.context.role, c.rank, c.dp, c.tp, c.pp
 
-    @transfer("TEST_LAST_STAGE")
+    @transfer("RAY_TEST_LAST_STAGE")
     def where_last(self) -> int:
         return self.context.rank
 
