@@ -14,6 +14,7 @@ from hybridflow.run import Placed, Run
 from hybridflow.telemetry.console import print_failure
 from jobs.pools import WORKERS, device_count, plan_of
 from placement.device import DeviceKind
+from workers.resharding.segments import sweep
 
 Train = Callable[[Run], None]
 
@@ -43,6 +44,8 @@ def run_job(train: Train, argv: Sequence[str]) -> int:
         return 0
     except BaseException as error:  # noqa: BLE001 - the end of the line: told in a box, and in the exit code
         return run.fail(error)
+    finally:
+        sweep()  # shared weights of a worker that was killed; on other hosts their next start does it
 
 
 def _check_sources(config: Config) -> None:

@@ -98,6 +98,18 @@ def test_a_signal_saves_and_the_same_command_resumes(started):
     assert not again.left_behind()
 
 
+def test_a_signal_in_the_last_step_loses_nothing(started):
+    """There is nothing left to go on with: the run ends well, and its model is there."""
+    run = started(*SMALL, "training.total_steps=2", "data.validation_size=4096")
+    run.wait_for("step +2/2")  # the evaluation that follows takes a second or two
+    run.process.send_signal(signal.SIGTERM)
+    done = run.finish(60)
+    assert done.code == 0 and SUCCESS.fullmatch(done.lines[-1]), done.stderr[-3000:]
+    assert any(line.startswith("SIGTERM: finishing this step") for line in done.lines)
+    assert (done.folder / "model" / "config.json").exists()
+    assert not run.left_behind()
+
+
 def test_a_killed_driver_takes_its_workers_along(started):
     run = started(*ENDLESS)
     run.wait_for("step +2/")

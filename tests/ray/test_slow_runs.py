@@ -106,6 +106,15 @@ def test_lora_reaches_the_engine(model, tmp_path, way, tp):
     assert metrics[3]["kl/actor_reference"] != 0.0, "the adapters moved, and the engine with them"
 
 
+def test_the_reference_is_the_folder_it_is_given(model, tmp_path):
+    """With LoRA it may share the actor's engine, but not once the warm-up has moved the actor to other weights."""
+    arguments = (*SHORT, *ONE_SET, "launcher.devices=1", "model.lora_rank=8", "training.total_steps=1")
+    metrics = demo(tmp_path / "run", model, *arguments, f"reference.path={model}").metrics()
+    shared = demo(tmp_path / "shared", model, *arguments).metrics()
+    assert abs(shared[1]["kl/actor_reference"]) < 1e-6, "the reference is the warmed policy: no distance yet"
+    assert metrics[1]["kl/actor_reference"] > 1e-3, "the reference is the policy before the warm-up"
+
+
 def test_a_real_model_on_a_reasoning_task(tmp_path):
     done = train(
         tmp_path / "run", "--config-name", "demo_smollm", f"model.path={smollm(tmp_path / 'smollm')}", seconds=900
