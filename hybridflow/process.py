@@ -100,7 +100,6 @@ class WorkerProcess:
             coord=self._coord,
             layout=self._layout,
             device=device,
-            node=socket.gethostname(),
             run_dir=self._run_dir,
             peers=self._roles,
         )
@@ -188,11 +187,6 @@ class WorkerProcess:
             f"--- {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}"
             for ident, frame in sys._current_frames().items()
         )
-
-    @ray.method(concurrency_group="control")
-    def modules(self) -> list[str]:
-        """Top-level packages imported in this process (a test holds them against the design)."""
-        return sorted({name.split(".")[0] for name in sys.modules})
 
 
 RemoteProcess: Any = ray.remote(concurrency_groups={"control": 1})(WorkerProcess)  # type: ignore[call-overload]

@@ -22,7 +22,6 @@ class WorkerContext:
     coord: Coord = field(default_factory=Coord)
     layout: Layout = field(default_factory=Layout)
     device: str = "cpu"
-    node: str = ""
     run_dir: str = ""
     peers: Mapping[str, Worker] = field(default_factory=dict)
 

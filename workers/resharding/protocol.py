@@ -45,11 +45,11 @@ class ReshardingProtocol:
 
     def publish(self, share: Share, parameters: Mapping[str, Tensor], version: int) -> Any:
         """Source side: make the share available; returns a small picklable handle."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define publish")
 
     def receive(self, intake: Intake, handles: Sequence[Any], parameters: Mapping[str, Tensor], version: int) -> None:
         """Target side: copy into the live parameters. ``handles`` are those of all source ranks, in rank order."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define receive")
 
     def close(self) -> None:
         """Remove what this end created."""
